@@ -1,0 +1,27 @@
+"""Typed errors of the science room. Each carries the offending value; users see `str(error)` as one line."""
+
+from __future__ import annotations
+
+
+class FusionError(Exception):
+    """Base of every error a user may see; `exit_code` is the process's."""
+
+    exit_code = 1
+
+
+class InputError(FusionError):
+    """Bad input: one clear line that names the fix. Exit code 2."""
+
+    exit_code = 2
+
+
+class CaptureError(InputError):
+    """The model cannot be captured exactly; says where (file:line) and the way round."""
+
+
+class AdmissionError(FusionError):
+    """An OP-DAG from the network is refused."""
+
+
+class FrameError(FusionError):
+    """A tensor frame does not fit its edge's declared shape, type, order or bound."""

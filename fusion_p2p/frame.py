@@ -1,0 +1,62 @@
+"""What travels between stages: numbered frames (DESIGN section 2). The envelope bytes are `peer`'s, the payload is ours.
+
+A *tick* is one unit of the streams: a training step or one evaluation pass. Every (src, dst) pair is one channel;
+a stage's frames on a channel come in one order that does not depend on timing, so (tick, index) numbers them.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+TRAINER = -1  # the endpoint number of the run's trainer
+
+
+class Kind(enum.IntEnum):
+    STEP = 1  # trainer -> every stage: StepHeader; opens a tick (the release of DESIGN section 2)
+    DATA = 2  # trainer -> stages that read a batch tensor
+    ACT = 3  # activation, producer -> consumer
+    GRAD = 4  # gradient of an activation, consumer -> producer
+    WEIGHT = 5  # a tied weight, owner -> user, once a tick
+    WGRAD = 6  # its summed gradient, user -> owner, once a tick
+    NORM = 7  # per-parameter squared norms (fp64) and finite flags, stage -> stage 0, once a tick
+    VERDICT = 8  # stage 0 -> every stage: Verdict; a stage updates when it holds it
+    LOSS = 9  # stage with the loss -> trainer, per micro-batch (fp32)
+    DONE = 10  # stage -> trainer, after its update: TickReport
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    kind: Kind
+    src: int
+    dst: int
+    value: int  # OP-DAG value id; 0 where the kind needs none
+    tick: int
+    micro_batch: int
+    payload: bytes
+
+
+class StepHeader(msgspec.Struct, frozen=True):
+    """`step` is the optimizer step (0-based) of a training tick, `sizes` the samples of each micro-batch."""
+
+    training: bool
+    step: int
+    sizes: tuple[int, ...]
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """`norm` is the global gradient norm, `scale` multiplies every gradient (clipping), `apply` False skips."""
+
+    norm: float
+    apply: bool
+    scale: float
+
+
+class TickReport(msgspec.Struct, frozen=True):
+    """`state_hash`: BLAKE2b-256 hex of the stage's parameters after the update, or "" when not asked for."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    wait_s: float
+    state_hash: str = ""

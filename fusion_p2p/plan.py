@@ -1,0 +1,88 @@
+"""A plan's two parts: numerics change bits, placement does not (DESIGN section 2). Data only; planners fill it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LinkCodec(msgspec.Struct, frozen=True):
+    """The codec of every floating-point frame between stages `src` < `dst`, both directions; "dense" if unlisted."""
+
+    src: int
+    dst: int
+    codec: str  # as in fusion_p2p.codec.parse: "dense", "dense:bf16", "int8", "topk-masked:0.01", ...
+
+
+class Numerics(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that changes bits. `cuts` are atom positions: stage k holds atoms cuts[k-1] .. cuts[k]-1."""
+
+    cuts: tuple[int, ...]
+    codecs: tuple[LinkCodec, ...] = ()
+    micro_batches: int
+    micro_batch_size: int
+    dtype: str = "float32"  # compute dtype; master weights are float32
+    threads: int = 1
+    device_class: str = "cpu"
+    tf32: bool = False
+    deterministic: bool = True
+    recompute: bool = False
+
+    @property
+    def stages(self) -> int:
+        return len(self.cuts) + 1
+
+
+class NumericLogEntry(msgspec.Struct, frozen=True):
+    """From optimizer step `first_step` on, `numerics` holds. The log is append-only and signed by the trainer."""
+
+    first_step: int
+    numerics: Numerics
+    reason: str = ""
+
+
+class StagePlacement(msgspec.Struct, frozen=True, kw_only=True):
+    """Stage `stage` of replica `replica` runs on (peer, device). `incarnation` grows with every new host."""
+
+    stage: int
+    replica: int = 0
+    peer: str  # peer id, base58
+    device: str = "cpu"
+    incarnation: int = 0
+    window: int = 1  # micro-batches in flight at most
+    buddies: tuple[str, ...] = ()
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    step_time_s: float
+    parts: dict[str, float] = {}  # named seconds that explain it
+    lower_bound_s: float = 0.0
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbered; `numerics` repeats the log entry in force. `reasons` explain each choice in a line."""
+
+    number: int
+    epoch: int
+    numerics: Numerics
+    placement: tuple[StagePlacement, ...]
+    spares: tuple[str, ...] = ()
+    mark_interval: int = 0  # 0: no marks
+    prediction: Prediction | None = None
+    reasons: tuple[str, ...] = ()
+
+    def host(self, stage: int, replica: int = 0) -> StagePlacement:
+        for p in self.placement:
+            if p.stage == stage and p.replica == replica:
+                return p
+        raise KeyError(f"plan {self.number} places no stage {stage} of replica {replica}")
+
+    def explain(self) -> str:
+        """Who hosts what and why, one line each."""
+        lines = [
+            f"plan {self.number}: {self.numerics.stages} stages, "
+            f"{self.numerics.micro_batches} micro-batches of {self.numerics.micro_batch_size}"
+        ]
+        lines += [f"  stage {p.stage}: {p.peer[-8:]} ({p.device}), window {p.window}" for p in self.placement]
+        if self.prediction is not None:
+            lines.append(f"  predicted step time {self.prediction.step_time_s:.3f} s")
+        return "\n".join(lines + [f"  {r}" for r in self.reasons])

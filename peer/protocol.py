@@ -1,0 +1,213 @@
+"""Control messages between a trainer and a volunteer, and between a volunteer's daemon and its executor.
+
+One control stream per (trainer, volunteer), protocol `CONTROL`; length-prefixed msgpack of the unions below, each
+message at most MAX_MESSAGE bytes. The daemon answers Hello, checks policy and caps, then hands each StageOffer and
+StageCommand to the executor of the device over a private socketpair that carries the same messages.
+Tensor frames never pass here: they go from executor to executor over `data_protocol(endpoint)`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fusion_p2p.plan import Numerics
+from fusion_p2p.settings import OptimizerSpec
+
+PROTOCOL_VERSION = 1
+CONTROL = f"/fusion/{PROTOCOL_VERSION}/control"
+BLOBS = f"/fusion/{PROTOCOL_VERSION}/blobs"
+MAX_MESSAGE = 16 << 20
+
+
+def data_protocol(endpoint: str) -> str:
+    """The libp2p protocol under which one executor (or one trainer session) takes tensor streams."""
+    return f"/fusion/{PROTOCOL_VERSION}/data/{endpoint}"
+
+
+class Signed(msgspec.Struct, frozen=True):
+    """`body` signed by `key` (Ed25519, raw 32 bytes); `body` is the canonical msgpack of a Struct below."""
+
+    body: bytes
+    key: bytes
+    signature: bytes
+
+
+class SessionCert(msgspec.Struct, frozen=True, kw_only=True):
+    """Body signed by the run's owner key: this session key may act for the run until `expires` (unix seconds)."""
+
+    run: str
+    session_key: bytes
+    trainer_peer: str
+    epoch: int
+    expires: float
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Immutable; body signed by the owner. `run` is BLAKE2b-128 hex of (owner, name, opdag, seed, created)."""
+
+    run: str
+    name: str
+    owner: bytes
+    opdag_hash: str
+    seed: int
+    optimizer: OptimizerSpec
+    created: float
+    description: str = ""
+
+
+class BlobRef(msgspec.Struct, frozen=True):
+    """A snapshot's bytes: BLAKE2b-256 hex, size, and the peers that hold it."""
+
+    hash: str
+    size: int
+    holders: tuple[str, ...]
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """Body signed by the session key. Bound to everything DESIGN section 7 names."""
+
+    run: str
+    epoch: int
+    plan: int
+    stage: int
+    replica: int
+    incarnation: int
+    opdag_hash: str
+    target_peer: str
+    device: str
+    expires: float
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one end of the streams lives now. `stage` is TRAINER (-1) for the trainer."""
+
+    stage: int
+    peer: str
+    endpoint: str
+    incarnation: int
+    addresses: tuple[str, ...] = ()
+
+
+# --- trainer -> volunteer
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello", kw_only=True):
+    version: int
+    spec: Signed  # RunSpec
+    cert: Signed  # SessionCert
+
+
+class StageOffer(msgspec.Struct, frozen=True, tag="offer", kw_only=True):
+    """`opdag` may be empty when the volunteer said in Welcome that it has this hash. `state` restores the stage at
+    `first_tick`; `trial` runs one full-shape step first, so that out-of-memory is a refusal with figures."""
+
+    assignment: Signed
+    numerics: Numerics
+    window: int
+    opdag: bytes
+    state: BlobRef
+    first_tick: int
+    trial: bool = True
+
+
+class Connect(msgspec.Struct, frozen=True, tag="connect", kw_only=True):
+    """Who is at the other ends; sent again, with a higher plan number, whenever one moves."""
+
+    run: str
+    plan: int
+    stage: int
+    endpoints: tuple[Endpoint, ...]
+
+
+class Mark(msgspec.Struct, frozen=True, tag="mark", kw_only=True):
+    """Snapshot at the boundary before `tick` (not yet released); answered by Snapshotted."""
+
+    run: str
+    stage: int
+    tick: int
+
+
+class Trim(msgspec.Struct, frozen=True, tag="trim", kw_only=True):
+    """A set at `tick` is complete: frames and snapshots before it are no longer needed."""
+
+    run: str
+    stage: int
+    tick: int
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop", kw_only=True):
+    """The stage is over; forget it."""
+
+    run: str
+    stage: int
+    reason: str = ""
+
+
+# --- volunteer -> trainer
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
+    version: int
+    peer: str
+    devices: tuple[str, ...]
+    have_opdags: tuple[str, ...] = ()
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
+    """`code`: version, policy, busy, lease, memory, admission, signature, expired. `needed`/`cap` in bytes for memory."""
+
+    code: str
+    reason: str
+    stage: int = -1
+    needed: int = 0
+    cap: int = 0
+
+
+class Accepted(msgspec.Struct, frozen=True, tag="accepted", kw_only=True):
+    run: str
+    stage: int
+    incarnation: int
+    endpoint: str
+    memory_bytes: int
+    trial_forward_s: float = 0.0
+    trial_backward_s: float = 0.0
+
+
+class Snapshotted(msgspec.Struct, frozen=True, tag="snapshotted", kw_only=True):
+    run: str
+    stage: int
+    incarnation: int
+    tick: int
+    state: BlobRef
+
+
+class StageStatus(msgspec.Struct, frozen=True, tag="status", kw_only=True):
+    """Every heartbeat. `waiting_for` names what the stage waits for, "" when it computes; rates from its streams."""
+
+    run: str
+    stage: int
+    incarnation: int
+    tick: int
+    waiting_for: str = ""
+    waited_s: float = 0.0
+    bytes_sent: dict[str, int] = {}  # "src-dst" -> bytes since the start
+    resident_bytes: int = 0
+
+
+class StageFault(msgspec.Struct, frozen=True, tag="fault", kw_only=True):
+    """The stage stopped or a neighbour is gone; `peer` is the one it concerns ("" for itself)."""
+
+    run: str
+    stage: int
+    incarnation: int
+    code: str  # died, peer-lost, frame, memory, cap, leaving
+    reason: str
+    peer: str = ""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
+    pass
+
+
+ToVolunteer = Hello | StageOffer | Connect | Mark | Trim | Drop | Heartbeat
+ToTrainer = Welcome | Refused | Accepted | Snapshotted | StageStatus | StageFault | Heartbeat

@@ -1,0 +1,50 @@
+# Every target sets up .venv first; nothing outside this folder is touched.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+EXTRAS := dev,examples,transformers,tensorboard
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test unit lint bench soak clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP)  ## create .venv and install everything into it
+
+# Where no NVIDIA driver is found the CPU build of torch is taken if the index has one: it is 2 GB smaller.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || \
+	  { echo "fusion-p2p needs Python 3.11; say: make PYTHON=/path/to/python3.11"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing into .venv (torch is large: a few minutes the first time) ..."
+	@$(BIN)/pip install -q --upgrade "pip>=24" -c constraints.txt
+	@command -v nvidia-smi >/dev/null 2>&1 || $(BIN)/pip install -q "torch==2.13.0+cpu" 2>/dev/null || \
+	  echo "no CPU-only build of torch on this index; taking the default build"
+	@$(BIN)/pip install -q -c constraints.txt setuptools wheel
+	@$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	@touch $@
+
+demo: setup  ## train GPT-2 on a swarm of 4 volunteer processes on this machine (5 minutes)
+	@$(BIN)/fusion-run train examples/gpt2.toml --local 4
+
+test: setup  ## all tests (at most 20 minutes on 2 cores)
+	$(BIN)/python -m pytest tests -m "not soak"
+
+unit: setup  ## unit tests only (no sockets, under a minute)
+	$(BIN)/python -m pytest tests/unit -m "not soak"
+
+lint: setup  ## style, types and import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup  ## every table of bounds, measured here
+	$(BIN)/python -m tests.bench
+
+soak: setup  ## the long checks
+	$(BIN)/python -m pytest tests -m soak --timeout 7200
+
+clean:  ## remove .venv and build products
+	rm -rf .venv build dist *.egg-info

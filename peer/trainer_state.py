@@ -1,0 +1,210 @@
+"""The trainer's run folder: everything that a run needs to go on tomorrow, written atomically.
+
+spec.json           the signed, immutable RunSpec
+opdag.json          its OP-DAG
+numeric_log.jsonl   signed NumericLogEntry, one a line, append only
+progress.json       Progress: for people and for `list`; never needed to resume
+state/000000012/    one complete set: stage-0.bin ... and manifest.json, which is written last
+spool/              batches released since the oldest kept set, where the data source cannot seek
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from fusion_p2p.errors import InputError
+from fusion_p2p.plan import NumericLogEntry, Numerics
+from peer.protocol import RunSpec, Signed
+
+SETS_KEPT = 2
+T = TypeVar("T")
+
+
+class StageFile(msgspec.Struct, frozen=True, kw_only=True):
+    stage: int
+    hash: str  # BLAKE2b-256 hex of the snapshot's bytes
+    size: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One complete set: every stage's snapshot at the boundary before `tick`, and the data's position there."""
+
+    run: str
+    opdag_hash: str
+    tick: int
+    step: int
+    epoch: int  # the trainer session that wrote it
+    numerics: Numerics
+    stages: tuple[StageFile, ...]
+    data_state: bytes = b""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    run: str
+    phase: str  # waiting, training, paused, stopped, done
+    epoch: int
+    tick: int
+    step: int
+    loss: float | None = None
+    set_tick: int = 0
+    reason: str = ""
+
+
+def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+    """Write beside, fsync, rename, fsync the folder: after a crash the old or the new bytes are there, never half."""
+    part = path.with_name(f".{path.name}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class RunFolder:
+    """Reads and writes one run's folder. Readers raise InputError naming the file at fault."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @property
+    def exists(self) -> bool:
+        return (self.root / "spec.json").exists()
+
+    def create(self, spec: Signed, opdag: bytes) -> None:
+        """Begin a run here; InputError if one is here already (a spec is immutable)."""
+        if self.exists:
+            raise InputError(f"{self.root} holds a run already; continue it with: fusion-run resume {self.root}")
+        (self.root / "state").mkdir(parents=True, exist_ok=True)
+        write_atomic(self.root / "opdag.json", opdag)
+        write_atomic(self.root / "spec.json", msgspec.json.encode(spec))
+
+    def spec(self) -> tuple[Signed, RunSpec]:
+        """The signed spec and its body; the caller checks the signature."""
+        path = self.root / "spec.json"
+        if not path.exists():
+            raise InputError(f"{self.root} holds no run (no spec.json); start one with: fusion-run train CONFIG")
+        signed = self._read(path, Signed)
+        try:
+            return signed, msgspec.msgpack.decode(signed.body, type=RunSpec)
+        except msgspec.MsgspecError as error:
+            raise InputError(f"{path} is damaged: {error}") from None
+
+    def opdag(self) -> bytes:
+        """The OP-DAG's bytes, checked against the spec."""
+        path, wanted = self.root / "opdag.json", self.spec()[1].opdag_hash
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        found = hashlib.blake2b(data, digest_size=32).hexdigest()
+        if found != wanted:
+            raise InputError(f"{path} has hash {found[:12]}, the spec names {wanted[:12]}: it belongs to another run")
+        return data
+
+    def append_numerics(self, signed: Signed) -> None:
+        path = self.root / "numeric_log.jsonl"
+        with path.open("ab") as file:
+            file.write(msgspec.json.encode(signed) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def numeric_log(self) -> list[tuple[Signed, NumericLogEntry]]:
+        path = self.root / "numeric_log.jsonl"
+        if not path.exists():
+            return []
+        log = []
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            try:
+                signed = msgspec.json.decode(line, type=Signed)
+                log.append((signed, msgspec.msgpack.decode(signed.body, type=NumericLogEntry)))
+            except msgspec.MsgspecError as error:
+                raise InputError(f"{path} line {number} is damaged: {error}") from None
+        return log
+
+    def write_progress(self, progress: Progress) -> None:
+        write_atomic(self.root / "progress.json", msgspec.json.encode(progress))
+
+    def progress(self) -> Progress:
+        return self._read(self.root / "progress.json", Progress)
+
+    def save_set(self, manifest: Manifest, snapshots: Mapping[int, bytes]) -> None:
+        """Add a complete set and forget all but the newest two. Bytes that differ from the manifest are an error."""
+        for entry in manifest.stages:
+            data = snapshots[entry.stage]
+            if hashlib.blake2b(data, digest_size=32).hexdigest() != entry.hash:
+                raise InputError(f"stage {entry.stage}'s snapshot at tick {manifest.tick} does not match its hash")
+        final = self._set_path(manifest.tick)
+        part = final.with_name(f".{final.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        for entry in manifest.stages:
+            write_atomic(part / f"stage-{entry.stage}.bin", snapshots[entry.stage])
+        write_atomic(part / "manifest.json", msgspec.json.encode(manifest))
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(part, final)
+        _sync_folder(final.parent)
+        for tick in self.sets()[:-SETS_KEPT]:
+            shutil.rmtree(self._set_path(tick), ignore_errors=True)
+
+    def sets(self) -> list[int]:
+        """Ticks of the complete sets, oldest first."""
+        found = (p.parent.name for p in (self.root / "state").glob("[0-9]*/manifest.json"))
+        return sorted(int(name) for name in found if name.isdecimal())
+
+    def manifest(self, tick: int | None = None) -> Manifest:
+        """The set at `tick`, by default the newest."""
+        sets = self.sets()
+        if not sets or (tick is not None and tick not in sets):
+            at = "" if tick is None else f" at tick {tick}"
+            raise InputError(f"{self.root / 'state'} holds no complete set{at}; it has {sets or 'none'}")
+        path = self._set_path(sets[-1] if tick is None else tick) / "manifest.json"
+        manifest, spec = self._read(path, Manifest), self.spec()[1]
+        if manifest.run != spec.run:
+            raise InputError(f"{path} belongs to run {manifest.run[:12]}, this folder to run {spec.run[:12]}")
+        return manifest
+
+    def snapshots(self, manifest: Manifest) -> dict[int, bytes]:
+        """The bytes of each stage, verified against the manifest."""
+        result = {}
+        for entry in manifest.stages:
+            path = self._set_path(manifest.tick) / f"stage-{entry.stage}.bin"
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                raise InputError(f"{path} cannot be read: {error.strerror}") from None
+            if len(data) != entry.size:
+                raise InputError(f"{path} is truncated: {len(data)} of {entry.size} bytes")
+            if hashlib.blake2b(data, digest_size=32).hexdigest() != entry.hash:
+                raise InputError(f"{path} is damaged: its hash is not the manifest's {entry.hash[:12]}")
+            result[entry.stage] = data
+        return result
+
+    def _set_path(self, tick: int) -> Path:
+        return self.root / "state" / f"{tick:09d}"
+
+    @staticmethod
+    def _read(path: Path, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=kind)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        except msgspec.MsgspecError as error:
+            raise InputError(f"{path} is damaged: {error}") from None

@@ -1,0 +1,133 @@
+"""The run folder: what is written is read back; what is damaged or foreign is named."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fusion_p2p.errors import InputError
+from fusion_p2p.plan import NumericLogEntry, Numerics
+from fusion_p2p.settings import OptimizerSpec
+from peer.protocol import RunSpec, Signed
+from peer.trainer_state import Manifest, Progress, RunFolder, StageFile
+
+NUMERICS = Numerics(cuts=(3,), micro_batches=2, micro_batch_size=4)
+OPDAG = b'{"opset":"1"}'
+
+
+def digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def signed(body: msgspec.Struct) -> Signed:
+    return Signed(body=msgspec.msgpack.encode(body), key=bytes(32), signature=bytes(64))
+
+
+def new_folder(path: Path, run: str = "ab" * 16) -> RunFolder:
+    folder = RunFolder(path)
+    spec = RunSpec(
+        run=run,
+        name="n",
+        owner=bytes(32),
+        opdag_hash=digest(OPDAG),
+        seed=1,
+        optimizer=OptimizerSpec(kind="sgd", lr=0.1),
+        created=1.0,
+    )
+    folder.create(signed(spec), OPDAG)
+    return folder
+
+
+def save(folder: RunFolder, tick: int, *, run: str = "ab" * 16) -> Manifest:
+    data = {0: b"zero%d" % tick, 1: b"one" * tick}
+    manifest = Manifest(
+        run=run,
+        opdag_hash=digest(OPDAG),
+        tick=tick,
+        step=tick,
+        epoch=1,
+        numerics=NUMERICS,
+        stages=tuple(StageFile(stage=k, hash=digest(d), size=len(d)) for k, d in data.items()),
+        data_state=b"\x00position",
+    )
+    folder.save_set(manifest, data)
+    return manifest
+
+
+def test_a_run_folder_is_read_back(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path / "run")
+    assert folder.spec()[1].name == "n"
+    assert folder.opdag() == OPDAG
+    for first in (0, 7):
+        folder.append_numerics(signed(NumericLogEntry(first_step=first, numerics=NUMERICS)))
+    assert [e.first_step for _, e in folder.numeric_log()] == [0, 7]
+    folder.write_progress(Progress(name="n", run="r", phase="training", epoch=1, tick=3, step=3, loss=1.5))
+    assert folder.progress().loss == 1.5
+
+
+def test_two_newest_sets_are_kept(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    manifests = [save(folder, tick) for tick in (4, 8, 100)]
+    assert folder.sets() == [8, 100]
+    assert folder.manifest() == manifests[-1]
+    assert folder.manifest(8) == manifests[1]
+    assert folder.snapshots(folder.manifest(8)) == {0: b"zero8", 1: b"one" * 8}
+    assert not [p for p in tmp_path.rglob("*") if p.name.endswith(".part")]
+
+
+def test_an_unfinished_set_does_not_count(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    save(folder, 4)
+    (tmp_path / "state" / "000000008").mkdir()
+    (tmp_path / "state" / ".000000009.part").mkdir()
+    assert folder.sets() == [4]
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    manifest = save(folder, 4)
+    path = tmp_path / "state" / "000000004" / "stage-1.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(InputError, match=r"stage-1\.bin is truncated: 11 of 12 bytes"):
+        folder.snapshots(manifest)
+    path.write_bytes(b"x" * len(whole))
+    with pytest.raises(InputError, match=r"stage-1\.bin is damaged"):
+        folder.snapshots(manifest)
+    path.unlink()
+    with pytest.raises(InputError, match=r"stage-1\.bin cannot be read"):
+        folder.snapshots(manifest)
+    (tmp_path / "opdag.json").write_bytes(b"{}")
+    with pytest.raises(InputError, match="another run"):
+        folder.opdag()
+
+
+def test_a_set_of_another_run_is_refused(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    save(folder, 4, run="cd" * 16)
+    with pytest.raises(InputError, match="belongs to run cdcd"):
+        folder.manifest()
+
+
+def test_bytes_that_do_not_match_never_become_a_set(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    manifest = save(folder, 4)
+    with pytest.raises(InputError, match="does not match its hash"):
+        folder.save_set(msgspec.structs.replace(manifest, tick=5), {0: b"", 1: b""})
+    assert folder.sets() == [4]
+
+
+def test_a_spec_is_immutable(tmp_path: Path) -> None:
+    new_folder(tmp_path)
+    with pytest.raises(InputError, match="fusion-run resume"):
+        new_folder(tmp_path)
+
+
+def test_a_folder_without_a_run(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no spec\.json"):
+        RunFolder(tmp_path).spec()
+    with pytest.raises(InputError, match="no complete set"):
+        RunFolder(tmp_path).manifest()

@@ -1,0 +1,108 @@
+"""What is placed: a chain of atoms, their work, their state and the bytes live between them (FusionLLM 3.3).
+
+Arrays have one entry per atom, `cut_bytes` one per position 0..n; everything is for one micro-batch. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from fusion_p2p.errors import InputError
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Workload:
+    """A model as the planner sees it. Stage k of cuts (c1, c2, ...) holds atoms c[k]..c[k+1]-1.
+
+    forward_flops, backward_flops: FLOP per atom. forward_bytes: memory traffic of the forward, bytes (the backward
+    moves twice that). parameters: trainable scalars. stash_bytes: activations an atom keeps for its backward.
+    kernels: operator launches. cut_bytes[p]: dense bytes on the wire across position p, one direction, skip edges
+    included. wire_bytes_per_element: what `cut_bytes` counts for one element. `together`: groups of atoms that one
+    peer must host (uses of a tied weight). `recompute`: the backward runs the forward again and keeps no stash.
+    """
+
+    name: str
+    forward_flops: Floats
+    backward_flops: Floats
+    forward_bytes: Floats
+    parameters: Floats
+    stash_bytes: Floats
+    kernels: Floats
+    cut_bytes: Floats
+    recompute: bool = False
+    wire_bytes_per_element: float = 4.0
+    state_bytes_per_parameter: float = 16.0  # fp32 weight, gradient and two AdamW moments
+    samples: int = 1
+    together: tuple[tuple[int, int], ...] = field(default=())  # (first, last) atom, inclusive: no cut between them
+
+    @property
+    def atoms(self) -> int:
+        return len(self.forward_flops)
+
+    def check(self) -> None:
+        """Raises InputError naming the field, the atom and the value that is impossible."""
+        n = self.atoms
+        if n == 0:
+            raise InputError(f"workload {self.name} has no atoms; capture the model first")
+        for name in ("backward_flops", "forward_bytes", "parameters", "stash_bytes", "kernels"):
+            self._check_array(name, n)
+        self._check_array("forward_flops", n)
+        self._check_array("cut_bytes", n + 1)
+        for first, last in self.together:
+            if not 0 <= first <= last < n:
+                raise InputError(f"workload {self.name}: group of atoms {first}..{last} lies outside 0..{n - 1}")
+
+    def _check_array(self, name: str, length: int) -> None:
+        a: Floats = getattr(self, name)
+        if len(a) != length:
+            raise InputError(f"workload {self.name}: {name} has {len(a)} entries, expected {length}")
+        bad = np.flatnonzero(~np.isfinite(a) | (a < 0))
+        if len(bad):
+            raise InputError(
+                f"workload {self.name}: {name}[{bad[0]}] is {a[bad[0]]}; it must be finite and not negative"
+            )
+
+    def cut_allowed(self) -> npt.NDArray[np.bool_]:
+        """Boolean (n+1,): whether a stage may begin at each position; inner positions of tied groups may not."""
+        ok = np.ones(self.atoms + 1, dtype=bool)
+        for first, last in self.together:
+            ok[first + 1 : last + 1] = False
+        return ok
+
+    def stage_bytes(self, start: int, stop: int, window: int, *, resident_s: float = 0.0) -> MemoryParts:
+        """Memory of a stage of atoms start..stop-1 with `window` micro-batches in flight, by part, in bytes."""
+        del resident_s
+        state = float(self.parameters[start:stop].sum()) * self.state_bytes_per_parameter
+        stash = float(self.stash_bytes[start:stop].sum())
+        held = window * float(self.cut_bytes[start]) + stash if self.recompute else window * stash
+        workspace = float(self.stash_bytes[start:stop].max(initial=0.0))
+        return MemoryParts(state=state, activations=held, workspace=workspace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryParts:
+    """Bytes of one stage in memory, by use. `outbox` and `snapshot` are added once marks are chosen."""
+
+    state: float  # weights, gradients, optimizer state
+    activations: float  # held for the in-flight window
+    workspace: float  # largest kernel's scratch, taken as the largest single stash
+    outbox: float = 0.0
+    snapshot: float = 0.0  # the copy taken at a mark
+
+    @property
+    def total(self) -> float:
+        return self.state + self.activations + self.workspace + self.outbox + self.snapshot
+
+
+def workload(name: str, columns: dict[str, Sequence[float]], **options: object) -> Workload:
+    """A Workload from plain sequences named as its array fields; checked."""
+    arrays = {k: np.asarray(v, dtype=np.float64) for k, v in columns.items()}
+    w = Workload(name=name, **arrays, **options)  # type: ignore[arg-type]
+    w.check()
+    return w

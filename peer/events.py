@@ -1,0 +1,62 @@
+"""What a run tells whoever watches it: a live view, the logs, the report. Data only; a sink takes each as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import msgspec
+
+from fusion_p2p.plan import Plan
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step. `step` counts from 0; `step_time_s` is from the step before it to this one."""
+
+    step: int
+    loss: float
+    step_time_s: float
+    samples: int
+    tokens: int = 0  # elements of the largest integer input; 0 where the model reads none
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.step_time_s if self.step_time_s > 0 else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.step_time_s if self.step_time_s > 0 else 0.0
+
+
+class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The mean loss over `samples` held-out samples after `step` steps."""
+
+    step: int
+    loss: float
+    samples: int
+
+
+class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """`kind`: phase, plan, refused, lost, recovered, saved, waiting, resumed, stopped. `text` is one line for people."""
+
+    kind: str
+    text: str
+    time_s: float  # unix
+    step: int = 0
+    peer: str = ""
+    stage: int = -1
+
+
+class PlanAdopted(msgspec.Struct, frozen=True):
+    plan: Plan
+
+
+class LinkBytes(msgspec.Struct, frozen=True):
+    """Bytes sent so far per link, "src-dst" by stage number, -1 the trainer; what each stage waits for."""
+
+    sent: dict[str, int]
+    waiting: dict[int, str]
+
+
+Happening: TypeAlias = StepResult | EvalResult | RunEvent | PlanAdopted | LinkBytes
+Sink: TypeAlias = Callable[[Happening], None]

@@ -37,7 +37,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """`kind`: phase, plan, refused, lost, recovered, saved, waiting, resumed, stopped. `text` is one line for people."""
+    """`kind`: phase, plan, refused, lost, recovered, saved, waiting, resumed, stopped. `text` is one line."""
 
     kind: str
     text: str

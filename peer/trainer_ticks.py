@@ -1,0 +1,93 @@
+"""Ticks as the trainer sees them: what was released, which losses and reports have come. Pure.
+
+A tick ends when every micro-batch's loss and every stage's report are in. After a stage is rebuilt it repeats ticks;
+the trainer's channels drop what they have already, so a tick never ends twice.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+
+import msgspec
+
+from fusion_p2p.errors import FrameError
+from fusion_p2p.frame import Frame, Kind, StepHeader, TickReport
+
+_LOSS = struct.Struct("<f")
+_REPORT = msgspec.msgpack.Decoder(TickReport)
+
+
+@dataclass(frozen=True, slots=True)
+class TickResult:
+    """`loss` is the mean over the tick's samples."""
+
+    tick: int
+    header: StepHeader
+    loss: float
+    tokens: int
+    reports: dict[int, TickReport]
+
+
+@dataclass(slots=True)
+class _Open:
+    header: StepHeader
+    tokens: int
+    losses: dict[int, float] = field(default_factory=dict)
+    reports: dict[int, TickReport] = field(default_factory=dict)
+
+
+class TickBook:
+    """`stages` report in each tick. FrameError on a frame that no released tick expects."""
+
+    def __init__(self, stages: int, first_tick: int) -> None:
+        self._stages = stages
+        self.next_tick = first_tick
+        self._open: dict[int, _Open] = {}
+
+    @property
+    def open_ticks(self) -> int:
+        return len(self._open)
+
+    def release(self, header: StepHeader, tokens: int) -> int:
+        """Open the next tick; its number."""
+        tick, self.next_tick = self.next_tick, self.next_tick + 1
+        self._open[tick] = _Open(header, tokens)
+        return tick
+
+    def missing(self) -> str:
+        """What the oldest open tick waits for, in words; "" when nothing is open."""
+        if not self._open:
+            return ""
+        tick = min(self._open)
+        held = self._open[tick]
+        stages = [s for s in range(self._stages) if s not in held.reports]
+        losses = len(held.header.sizes) - len(held.losses)
+        return f"tick {tick}: {losses} losses, reports of stages {stages}"
+
+    def take(self, frame: Frame) -> TickResult | None:
+        """Account for a LOSS or DONE frame; the result if it was the tick's last."""
+        held = self._open.get(frame.tick)
+        if held is None:
+            raise FrameError(f"{frame.kind.name} of stage {frame.src} for tick {frame.tick}, which is not open")
+        if frame.kind is Kind.LOSS:
+            if len(frame.payload) != _LOSS.size or not 0 <= frame.micro_batch < len(held.header.sizes):
+                raise FrameError(
+                    f"loss of stage {frame.src}: micro-batch {frame.micro_batch}, {len(frame.payload)} bytes"
+                )
+            held.losses[frame.micro_batch] = _LOSS.unpack(frame.payload)[0]
+        elif frame.kind is Kind.DONE:
+            if not 0 <= frame.src < self._stages:
+                raise FrameError(f"report of stage {frame.src}; this run has {self._stages}")
+            try:
+                held.reports[frame.src] = _REPORT.decode(frame.payload)
+            except msgspec.MsgspecError as error:
+                raise FrameError(f"report of stage {frame.src} is malformed: {error}") from None
+        else:
+            raise FrameError(f"stage {frame.src} sent a {frame.kind.name} frame to the trainer")
+        if len(held.losses) < len(held.header.sizes) or len(held.reports) < self._stages:
+            return None
+        del self._open[frame.tick]
+        sizes = held.header.sizes
+        loss = sum(held.losses[m] * size for m, size in enumerate(sizes)) / sum(sizes)
+        return TickResult(frame.tick, held.header, loss, held.tokens, held.reports)

@@ -20,7 +20,7 @@ def weights_blake2b(state: Mapping[str, torch.Tensor]) -> str:
         t = state[name].detach().cpu().contiguous()
         head = f"{name}\0{str(t.dtype).removeprefix('torch.')}\0{','.join(map(str, t.shape))}\0".encode()
         h.update(len(head).to_bytes(8, "little") + head)
-        h.update(memoryview(t.reshape(-1).view(torch.uint8).numpy()))
+        h.update(t.reshape(-1).view(torch.uint8).numpy().data)
     return h.hexdigest()
 
 

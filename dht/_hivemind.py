@@ -1,0 +1,77 @@
+"""The only importer of hivemind. torch is never imported here.
+
+`import hivemind` (and `hivemind.dht`, `hivemind.utils`) runs package files that load torch, scipy and more (4 s,
+277 MB) although the DHT needs none of it. Where hivemind was not imported by someone else, those three packages are
+replaced by stand-ins that hold only the path, so that their submodules load one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+import types
+from pathlib import Path
+
+from dht.errors import InputError
+
+
+@functools.cache
+def package_folder() -> Path:
+    """Where the hivemind wheel is installed; does not import it."""
+    spec = importlib.util.find_spec("hivemind")
+    if spec is None or not spec.submodule_search_locations:
+        raise InputError("hivemind is not installed; run: pip install hivemind==1.1.12")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def p2pd_binary() -> Path:
+    """The libp2p daemon inside the hivemind wheel."""
+    path = package_folder() / "hivemind_cli" / "p2pd"
+    if not path.is_file():
+        raise InputError(f"{path} is missing; run: pip install --force-reinstall hivemind==1.1.12")
+    return path
+
+
+def _stand_in(name: str, folder: Path) -> types.ModuleType:
+    module = types.ModuleType(name, "Stand-in of fusion-p2p: submodules load one by one, without torch.")
+    module.__path__ = [str(folder)]
+    sys.modules[name] = module
+    return module
+
+
+@functools.cache
+def _prepare() -> None:
+    if "hivemind" in sys.modules:
+        return
+    folder = package_folder()
+    root = _stand_in("hivemind", folder)
+    for part in ("dht", "utils"):
+        setattr(root, part, _stand_in(f"hivemind.{part}", folder / part))
+
+
+@functools.cache
+def pb() -> types.SimpleNamespace:
+    """The protobuf messages of p2pd's control protocol (20 ms, 16 MB; no other part of hivemind)."""
+    _prepare()
+    module = importlib.import_module("hivemind.proto.p2pd_pb2")
+    decode_error = importlib.import_module("google.protobuf.message").DecodeError
+    request, response = module.Request, module.Response
+    names = (
+        "IDENTIFY",
+        "CONNECT",
+        "STREAM_OPEN",
+        "STREAM_HANDLER",
+        "REMOVE_STREAM_HANDLER",
+        "LIST_PEERS",
+        "DISCONNECT",
+    )
+    return types.SimpleNamespace(
+        Request=request,
+        Response=response,
+        StreamInfo=module.StreamInfo,
+        DecodeError=decode_error,
+        ERROR=response.ERROR,
+        **{name: getattr(request, name) for name in names},
+    )

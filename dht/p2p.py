@@ -1,0 +1,344 @@
+"""`Transport` over p2pd: authenticated byte streams between peers, by protocol name.
+
+`start` is for the process that owns p2pd; `attach` for another process of the same user on the same host (an
+executor), which opens and serves streams through the owner's p2pd. Both survive p2pd's death: the owner restarts it
+with the same identity and port, and every transport registers its handlers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+from dht import addresses
+from dht._hivemind import pb
+from dht.control import SOCKET_BUFFER_BYTES, STREAM_LIMIT_BYTES, ControlClient, read_message, socket_path
+from dht.errors import DhtError, InputError, PeerUnreachable, SwarmUnreachable, TransportError
+from dht.identity import load_or_create, peer_id_text
+from dht.p2pd import P2pd, P2pdConfig, SocketFolder
+from dht.transport import Stream, StreamHandler
+
+log = logging.getLogger("dht.p2p")
+
+ANY_ADDRESS = ("/ip4/0.0.0.0/tcp/0",)
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+ACCEPT_BACKLOG = 1024  # hivemind's 100 loses streams when a fence opens them at once
+MAX_STREAMS_PER_PEER = 512
+_HEADER_S = 10.0
+_BACKOFF_S = 0.5
+_RESTART_DELAYS_S = (0.0, 0.2, 1.0, 3.0, 10.0)
+
+
+class P2PTransport:
+    """Made by `start` or `attach`; see `dht.transport.Transport` for the methods others rely on."""
+
+    def __init__(self, client: ControlClient, peer_id: str, *, bootstrap: tuple[str, ...] = ()) -> None:
+        self.client, self.bootstrap = client, bootstrap
+        self._peer_id = peer_id
+        self._listener = client.path.with_name(f"s{secrets.token_hex(4)}")
+        self._handlers: dict[str, StreamHandler] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._per_peer: Counter[str] = Counter()
+        self._restart_callbacks: list[Callable[[], Awaitable[None]]] = []
+        self._up = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._closed = False
+        # The owner's parts; None in an attached transport.
+        self._daemon: P2pd | None = None
+        self._config: P2pdConfig | None = None
+        self._folder: SocketFolder | None = None
+        self._identity_lock: int | None = None
+
+    @property
+    def peer_id(self) -> str:
+        return self._peer_id
+
+    @property
+    def control_address(self) -> str:
+        return f"/unix{self.client.path}"
+
+    @property
+    def p2pd_pid(self) -> int | None:
+        """Process id of the p2pd that this transport owns; None if it does not own one."""
+        return None if self._daemon is None else self._daemon.process.pid
+
+    def on_restart(self, callback: Callable[[], Awaitable[None]]) -> None:
+        """`callback` runs after each time p2pd came back and the handlers are registered again."""
+        self._restart_callbacks.append(callback)
+
+    async def addresses(self, *, timeout_s: float = 5.0) -> tuple[str, ...]:
+        """This peer's own addresses, each ending in /p2p/PEER: what others paste to join."""
+        _, found = await self.client.identify(timeout_s=timeout_s)
+        return tuple(f"{a}/p2p/{self._peer_id}" for a in found)
+
+    async def connected(self, *, timeout_s: float = 5.0) -> dict[str, tuple[str, ...]]:
+        """Peers with a live connection now, with the addresses of it."""
+        return await self.client.list_peers(timeout_s=timeout_s)
+
+    async def connect(self, peer_id: str, addresses: tuple[str, ...], *, timeout_s: float = 10.0) -> None:
+        """Raises PeerUnreachable. `addresses` with or without their /p2p/ part; () asks libp2p's own routing."""
+        async with self._deadline(f"connecting to peer {peer_id}", timeout_s):
+            await self._up.wait()
+            await self.client.connect(peer_id, tuple(a.partition("/p2p/")[0] for a in addresses), timeout_s=timeout_s)
+
+    async def open_stream(self, peer_id: str, protocol: str, *, timeout_s: float = 10.0) -> Stream:
+        """Raises PeerUnreachable, NoSuchProtocol, or TransportError when p2pd itself is the trouble."""
+        end = asyncio.get_running_loop().time() + timeout_s
+        async with self._deadline(f"opening {protocol} at peer {peer_id}", timeout_s):
+            await self._up.wait()
+            while True:
+                try:
+                    return await self.client.open_stream(peer_id, protocol, timeout_s=timeout_s)
+                except PeerUnreachable as error:
+                    # libp2p refuses to dial for 5 s after a failure; a peer that restarts is back sooner than that.
+                    if "dial backoff" not in str(error) or asyncio.get_running_loop().time() + _BACKOFF_S > end:
+                        raise
+                await asyncio.sleep(_BACKOFF_S)
+
+    async def serve(self, protocol: str, handler: StreamHandler) -> None:
+        """Incoming streams of `protocol` go to `handler`, also after p2pd restarts; they close when it returns."""
+        if self._server is None:
+            self._server = await asyncio.start_unix_server(
+                self._accept, path=str(self._listener), limit=STREAM_LIMIT_BYTES, backlog=ACCEPT_BACKLOG
+            )
+        known = protocol in self._handlers
+        self._handlers[protocol] = handler
+        if known:
+            return  # p2pd refuses a second registration; the new handler takes the next stream
+        try:
+            async with self._deadline(f"serving {protocol}", 10.0):
+                await self._up.wait()
+                await self.client.serve(protocol, self._listener, timeout_s=10.0)
+        except TransportError:
+            del self._handlers[protocol]
+            raise
+
+    async def stop_serving(self, protocol: str) -> None:
+        """Incoming streams of `protocol` are refused from now on; running ones go on."""
+        if self._handlers.pop(protocol, None) is not None:
+            await self.client.stop_serving(protocol, self._listener, timeout_s=5.0)
+
+    async def join(self, *, timeout_s: float = 10.0) -> tuple[str, ...]:
+        """Connects to the bootstrap addresses at once; the peers that answered. SwarmUnreachable if none did.
+
+        One dead address among live ones does not matter.
+        """
+        targets = [addresses.parse_swarm_address(a) for a in self.bootstrap]
+        targets = [t for t in targets if t.peer_id != self._peer_id]
+        results = await asyncio.gather(
+            *(self.connect(t.peer_id, (t.transport,), timeout_s=timeout_s) for t in targets), return_exceptions=True
+        )
+        reached, failed = [], []
+        for target, result in zip(targets, results, strict=True):
+            if result is None:
+                reached.append(target.peer_id)
+            elif isinstance(result, DhtError):
+                failed.append(f"{target}: {str(result).rpartition(': ')[2]}")
+            else:
+                raise result
+        if targets and not reached:
+            raise SwarmUnreachable(
+                f"no address of the swarm answers: {'; '.join(failed)}; "
+                "check that a peer runs there and that its port is open"
+            )
+        return tuple(dict.fromkeys(reached))
+
+    async def close(self) -> None:
+        """Ends streams, handlers and, for the owner, p2pd. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait({self._supervisor})
+        if self._daemon is None:
+            for protocol in self._handlers:
+                with contextlib.suppress(TransportError):
+                    await self.client.stop_serving(protocol, self._listener, timeout_s=2.0)
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._listener.unlink(missing_ok=True)
+        if self._daemon is not None:
+            await self._daemon.stop()
+        if self._folder is not None:
+            self._folder.remove()
+        if self._identity_lock is not None:
+            os.close(self._identity_lock)
+
+    @contextlib.asynccontextmanager
+    async def _deadline(self, what: str, timeout_s: float) -> AsyncIterator[None]:
+        if self._closed:
+            raise TransportError(f"{what}: this transport is closed")
+        try:
+            async with asyncio.timeout(timeout_s + 0.5):  # the inner call names its own deadline first
+                yield
+        except TimeoutError as error:
+            raise TransportError(f"{what}: p2pd is not back after {timeout_s:g} s") from error
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        remote = ""
+        try:
+            sock = writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+            writer.transport.set_write_buffer_limits(high=STREAM_LIMIT_BYTES)
+            async with asyncio.timeout(_HEADER_S):
+                info = await read_message(reader, pb().StreamInfo())
+            remote = peer_id_text(info.peer)
+            self._per_peer[remote] += 1
+            handler = self._handlers.get(info.proto)
+            if handler is None or self._per_peer[remote] > MAX_STREAMS_PER_PEER:
+                log.warning("refused a stream of %s from peer %s", info.proto[:80], remote)
+                return
+            await handler(Stream(remote, reader, writer))
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, DhtError) as error:
+            log.info("stream from peer %s ended: %s", remote or "?", error or type(error).__name__)
+        except Exception:  # the top of this task: a handler's defect must not end the others
+            log.exception("the handler of a stream from peer %s failed", remote or "?")
+        finally:
+            if remote:
+                self._per_peer[remote] -= 1
+                if self._per_peer[remote] <= 0:
+                    del self._per_peer[remote]
+            writer.close()
+
+    async def _supervise(self) -> None:
+        """Waits for p2pd's death, brings it back (owner) or waits for it (attached), registers the handlers again."""
+        self._up.set()
+        while True:
+            reason = await (self.client.watch() if self._daemon is None else self._daemon.wait())
+            self._up.clear()
+            log.warning(
+                "p2pd of peer %s is gone: %s; %s", self._peer_id, reason, "restarting" if self._daemon else "waiting"
+            )
+            for attempt in range(1 << 30):
+                await asyncio.sleep(_RESTART_DELAYS_S[min(attempt, len(_RESTART_DELAYS_S) - 1)])
+                try:
+                    await self._come_back()
+                    break
+                except DhtError as error:
+                    log.warning("p2pd of peer %s is not back: %s", self._peer_id, error)
+            self._up.set()
+            log.info("p2pd of peer %s is back", self._peer_id)
+            for callback in self._restart_callbacks:
+                await callback()
+
+    async def _come_back(self) -> None:
+        if self._daemon is not None and self._config is not None and self._folder is not None:
+            await self._daemon.stop()
+            self._daemon = await P2pd.start(self._config, self._folder)
+        else:
+            await self.client.identify(timeout_s=5.0)
+        for protocol in self._handlers:
+            await self.client.serve(protocol, self._listener, timeout_s=5.0)
+        if self._daemon is not None and self.bootstrap:
+            with contextlib.suppress(SwarmUnreachable):
+                self._up.set()
+                await self.join(timeout_s=5.0)
+
+
+async def start(
+    identity_path: Path,
+    *,
+    host_addresses: tuple[str, ...] = ANY_ADDRESS,
+    bootstrap: tuple[str, ...] = (),
+    announce_addresses: tuple[str, ...] = (),
+    client_only: bool = False,
+    timeout_s: float = 15.0,
+) -> P2PTransport:
+    """Starts p2pd with the identity at `identity_path` (made if missing) and connects to `bootstrap`.
+
+    `host_addresses`: where to listen; port 0 takes a free one, kept over restarts; () does not listen.
+    `client_only`: take no part in libp2p's routing (observers). Raises InputError (address, identity in use, port in
+    use), SwarmUnreachable (all of `bootstrap` dead), TransportError.
+    """
+    bootstrap = tuple(addresses.check_swarm_address(a) for a in bootstrap)
+    host_addresses = tuple(addresses.check_address(a) for a in host_addresses)
+    identity = load_or_create(identity_path)
+    lock = _lock_identity(identity_path)
+    _check_ports_free(host_addresses)
+    folder = SocketFolder.create()
+    transport = P2PTransport(ControlClient(folder.control), identity.peer_id, bootstrap=bootstrap)
+    transport._identity_lock, transport._folder = lock, folder
+    config = P2pdConfig(
+        identity_path=identity_path,
+        host_addresses=host_addresses,
+        announce_addresses=tuple(addresses.check_address(a) for a in announce_addresses),
+        dht_server=not client_only,
+        nat=any("/127." not in a and "/::1" not in a for a in host_addresses),
+    )
+    try:
+        transport._daemon = await P2pd.start(config, folder, timeout_s=timeout_s)
+        _, found = await transport.client.identify()
+        port = next((p for p in map(addresses.tcp_port, found) if p), 0)
+        kept = tuple(
+            a if addresses.tcp_port(a) or not port else addresses.with_tcp_port(a, port) for a in host_addresses
+        )
+        transport._config = replace(config, host_addresses=kept)
+        transport._supervisor = asyncio.create_task(transport._supervise(), name="p2pd supervisor")
+        await transport.join(timeout_s=timeout_s)
+    except BaseException:
+        await transport.close()
+        raise
+    return transport
+
+
+async def attach(control_address: str, *, timeout_s: float = 10.0) -> P2PTransport:
+    """A transport over the p2pd that another process of this host owns. Raises InputError, TransportError."""
+    client = ControlClient(socket_path(control_address))
+    peer_id, _ = await client.identify(timeout_s=timeout_s)
+    transport = P2PTransport(client, peer_id)
+    transport._supervisor = asyncio.create_task(transport._supervise(), name="p2pd watcher")
+    return transport
+
+
+def _lock_identity(path: Path) -> int:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise InputError(
+            f"the identity {path} is in use by another running peer; give this one its own with FUSION_HOME=DIR"
+        ) from error
+    return fd
+
+
+def _check_ports_free(host_addresses: tuple[str, ...]) -> None:
+    """p2pd listens with SO_REUSEPORT and would silently share a port with another p2pd of the same user."""
+    for text in host_addresses:
+        parts = text.split("/")
+        port = addresses.tcp_port(text)
+        if not port or parts[1] not in ("ip4", "ip6"):
+            continue
+        family = socket.AF_INET if parts[1] == "ip4" else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((parts[2], port))
+                probe.listen(1)
+            except OSError as error:
+                raise InputError(
+                    f"cannot listen at {text}: {error.strerror}; choose another port, or 0 for any free one"
+                ) from error

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
+from fusion_p2p.codec import rotated, subspace, topk, topk_masked
 from fusion_p2p.codec.base import Aux, Codec, Direction, FrameKey, Shape
 from fusion_p2p.codec.dense import Dense, DenseBf16
+from fusion_p2p.codec.int8 import Int8
 from fusion_p2p.errors import InputError
 
 __all__ = ["Aux", "Codec", "Direction", "FrameKey", "Shape", "parse"]
-
-_PARSERS: dict[str, Callable[[str, torch.device], Codec]] = {}
 
 
 def _dense(arg: str, device: torch.device) -> Codec:
@@ -21,7 +21,20 @@ def _dense(arg: str, device: torch.device) -> Codec:
     return DenseBf16(device) if arg else Dense(device)
 
 
-_PARSERS["dense"] = _dense
+def _int8(arg: str, device: torch.device) -> Codec:
+    if arg:
+        raise InputError(f"codec 'int8:{arg}' is unknown; int8 takes no argument")
+    return Int8(device)
+
+
+_PARSERS: dict[str, Callable[[str, torch.device], Codec]] = {
+    "dense": _dense,
+    "int8": _int8,
+    "topk": topk.make,
+    "topk-masked": topk_masked.make,
+    "rotated": rotated.make,
+    "subspace": subspace.make,
+}
 
 
 def parse(name: str, device: str | torch.device = "cpu") -> Codec:

@@ -90,7 +90,7 @@ def tensor_bytes(x: torch.Tensor) -> memoryview:
     flat = x.detach().contiguous().reshape(-1).cpu()
     if flat.numel() == 0:
         return memoryview(b"")
-    return memoryview(flat.view(torch.uint8).numpy()).cast("B")
+    return flat.view(torch.uint8).numpy().data
 
 
 def dense_tensor(body: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

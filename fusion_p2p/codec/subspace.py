@@ -1,0 +1,142 @@
+"""`subspace:R/F/B`: activations as R coefficients in a slowly refreshed shared basis, gradients in the same basis.
+
+The sender finds the basis (principal axes of its activations, channel means removed) at the first micro-batch of
+every `REFRESH`-th step and sends it along; later frames name it by hash. F bits a coefficient forward, B backward
+(F if not named). The gradient at the basis is the exact gradient of the projected network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import torch
+
+from fusion_p2p.codec import channels, rotation, wire
+from fusion_p2p.codec.base import Aux, Codec, Direction, FrameKey, Shape
+from fusion_p2p.codec.names import integers
+from fusion_p2p.errors import FrameError, InputError
+
+REFRESH = 32  # steps between bases
+_HASH = 8
+
+
+class Basis(msgspec.Struct, frozen=True):
+    """`axes`: (channels, rank), bfloat16 values in float32, nearly orthonormal; `digest` names their bytes."""
+
+    axes: torch.Tensor
+    digest: bytes
+
+
+def _basis(axes: torch.Tensor) -> Basis:
+    half = axes.detach().to("cpu", torch.bfloat16).contiguous()
+    digest = hashlib.blake2b(bytes(wire.tensor_bytes(half)), digest_size=_HASH).digest()
+    return Basis(half.to(torch.float32), digest)
+
+
+def principal_axes(rows: torch.Tensor, rank: int) -> torch.Tensor:
+    """(channels, rank): the leading eigenvectors of rows' second moment, signs fixed by the largest entry."""
+    moment = (rows.T @ rows).to("cpu", torch.float64)
+    axes: torch.Tensor = torch.linalg.eigh(moment)[1][:, -rank:].flip(1)
+    top = axes.abs().argmax(0, keepdim=True)
+    return axes * axes.gather(0, top).sign()
+
+
+class Subspace(Codec):
+    id = wire.SUBSPACE
+
+    def __init__(self, rank: int, forward_bits: int, backward_bits: int, device: str | torch.device = "cpu") -> None:
+        super().__init__(device)
+        self.rank = rank
+        self.bits = {"forward": forward_bits, "backward": backward_bits}
+        self.name = f"subspace:{rank}/{forward_bits}" + (f"/{backward_bits}" if backward_bits != forward_bits else "")
+        self._current: Basis | None = None
+
+    def _rank(self, shape: Shape) -> int:
+        return min(self.rank, channels.split(shape)[1])
+
+    def _encode_forward(self, x: torch.Tensor, key: FrameKey) -> tuple[wire.Body, Aux]:
+        rows, mean = channels.remove_mean(channels.to_rows(x))
+        fresh = self._current is None or (key.micro_batch == 0 and key.step % REFRESH == 0)
+        basis = self._current
+        if basis is None or fresh:
+            basis = self._current = _basis(principal_axes(rows, self._rank(tuple(x.shape))))
+        axes = basis.axes.to(x.device)
+        sent = [wire.tensor_bytes(basis.axes.to(torch.bfloat16))] if fresh else []
+        coefficients = rotation.encode((rows @ axes).view(-1), self.bits["forward"], key, 0, unbiased=False)
+        return [bytes([fresh]), basis.digest, *sent, *mean, *coefficients], basis
+
+    def _decode_forward(self, body: memoryview, shape: Shape, key: FrameKey) -> tuple[torch.Tensor, Aux]:
+        rows, width = channels.split(shape)
+        rank = self._rank(shape)
+        reader = wire.Reader(body)
+        basis = self._read_basis(reader, width, rank)
+        mean = channels.read_mean(reader, shape, self.device)
+        flat = rotation.decode(reader, rows * rank, self.bits["forward"], key, 0, self.device)
+        reader.done()
+        self._current = basis
+        x = flat.view(rows, rank) @ basis.axes.to(self.device).T
+        return channels.from_rows(x if mean is None else x + mean, shape), basis
+
+    def _read_basis(self, reader: wire.Reader, width: int, rank: int) -> Basis:
+        fresh, digest = reader.u8(), bytes(reader.take(_HASH))
+        if fresh > 1:
+            raise FrameError(f"frame with basis mark {fresh}, 0 or 1 expected")
+        if not fresh:
+            if self._current is None or self._current.digest != digest or self._current.axes.shape != (width, rank):
+                raise FrameError(f"frame names the basis {digest.hex()}, which this end does not hold")
+            return self._current
+        axes = wire.dense_tensor(reader.take(2 * width * rank), (width, rank), torch.bfloat16)
+        if not bool((axes.abs() <= 1.01).all()):
+            raise FrameError("frame's basis holds an entry that is not finite or over 1")
+        basis = _basis(axes)
+        if basis.digest != digest:
+            raise FrameError(f"frame's basis does not match the hash {digest.hex()} that it names")
+        return basis
+
+    def _encode_backward(self, g: torch.Tensor, aux: Aux, key: FrameKey) -> wire.Body:
+        if not isinstance(aux, Basis):  # the activation was a special frame: its step will be skipped
+            raise FrameError(f"{self.name} has no basis for this gradient: its activation was not finite")
+        coefficients = (channels.to_rows(g) @ aux.axes.to(g.device)).view(-1)
+        return [aux.digest, *rotation.encode(coefficients, self.bits["backward"], key, 1, unbiased=True)]
+
+    def _decode_backward(self, body: memoryview, shape: Shape, aux: Aux, key: FrameKey) -> torch.Tensor:
+        rows, rank = channels.split(shape)[0], self._rank(shape)
+        reader = wire.Reader(body)
+        digest = bytes(reader.take(_HASH))
+        if not isinstance(aux, Basis) or aux.digest != digest:
+            raise FrameError(f"gradient frame names the basis {digest.hex()}, which was not the activation's")
+        flat = rotation.decode(reader, rows * rank, self.bits["backward"], key, 1, self.device)
+        reader.done()
+        return channels.from_rows(flat.view(rows, rank) @ aux.axes.to(self.device).T, shape)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {} if self._current is None else {"basis": self._current.axes.to(torch.bfloat16)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        if set(state) - {"basis"} or any(t.dim() != 2 or t.dtype != torch.bfloat16 for t in state.values()):
+            raise FrameError(f"snapshot of codec {self.name} holds {sorted(state)}, one bfloat16 matrix expected")
+        self._current = _basis(state["basis"]) if state else None
+
+    def _bound(self, shape: Shape, direction: Direction) -> int:
+        rows, width = channels.split(shape)
+        coefficients = rotation.size(rows * self._rank(shape), self.bits[direction])
+        if direction == "backward":
+            return _HASH + coefficients
+        return 1 + _HASH + 2 * width * self._rank(shape) + channels.mean_bytes(shape) + coefficients
+
+    def _bytes(self, shape: Shape, direction: Direction) -> float:
+        once = 2 * channels.split(shape)[1] * self._rank(shape)
+        return self._bound(shape, direction) - (once * (1 - 1 / REFRESH) if direction == "forward" else 0)
+
+    def _passes(self, direction: Direction) -> float:
+        return 20.0
+
+
+def make(arg: str, device: torch.device) -> Subspace:
+    if arg.count("/") < 2:
+        arg += "/" + arg.rpartition("/")[2]
+    rank, forward, backward = integers(arg, "subspace:64/4", 3)
+    if not 1 <= rank <= 8192 or not 2 <= forward <= 6 or not 1 <= backward <= 6:
+        raise InputError(f"codec 'subspace:{arg}' is out of range; use rank 1-8192, 2-6 bits forward, 1-6 backward")
+    return Subspace(rank, forward, backward, device)

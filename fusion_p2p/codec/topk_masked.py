@@ -1,0 +1,182 @@
+"""`topk-masked:D[/B]`: Top-K whose gradient travels at the forward mask: the exact gradient of the masked network.
+
+Forward: gap-coded indices and 4-bit logarithmic values. Backward: a hash of the mask and B-bit unbiased rotated
+values (4 unless named), no indices; `include_indices(aux)` adds them, for a receiver whose mask differs (a sender
+rebuilt on hardware that rounds otherwise).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import numpy as np
+import torch
+
+from fusion_p2p.codec import indices as index_codec
+from fusion_p2p.codec import rotation, wire
+from fusion_p2p.codec.base import Aux, Codec, Direction, FrameKey, Shape
+from fusion_p2p.codec.names import density as parse_density
+from fusion_p2p.codec.names import integers
+from fusion_p2p.codec.selection import select
+from fusion_p2p.codec.topk import kept
+from fusion_p2p.errors import FrameError, InputError
+
+_BLOCK = 512  # kept values that share a range
+_TOP = 7  # highest of the eight magnitudes
+_HASH = 8
+
+
+class MaskMismatch(FrameError):
+    """A gradient frame was made at another mask than ours; ask for it with the indices (`include_indices`)."""
+
+
+class Mask(msgspec.Struct, frozen=True):
+    """Aux of a micro-batch. `indices` ascend, int64; `digest` names them; `explicit`: send them backward too."""
+
+    indices: torch.Tensor
+    digest: bytes
+    explicit: bool = False
+
+
+def _digest(indices: np.ndarray) -> bytes:
+    return hashlib.blake2b(indices.astype("<i8").tobytes(), digest_size=_HASH).digest()
+
+
+def _log_encode(values: torch.Tensor) -> list[wire.Buffer]:
+    """Sign and one of 8 magnitudes, geometric between the least and the greatest of each block."""
+    k = values.numel()
+    blocks = -(-k // _BLOCK)
+    # Padding with the last value changes no range.
+    padded = torch.cat((values, values[-1:].expand(blocks * _BLOCK - k))).view(blocks, _BLOCK)
+    magnitude = padded.abs()
+    high = magnitude.amax(1).to(torch.bfloat16)
+    low = magnitude.amin(1).to(torch.bfloat16)
+    base, span = _log_range(low, high)
+    level = (magnitude.clamp_min_(torch.finfo(torch.float32).tiny).log2_() - base) * (_TOP / span)
+    code = level.round_().clamp_(0, _TOP).to(torch.uint8) | ((padded < 0).to(torch.uint8) << 3)
+    packed = rotation.pack(code.view(-1), 4)[0]
+    return [wire.tensor_bytes(low), wire.tensor_bytes(high), wire.tensor_bytes(packed)]
+
+
+def _log_range(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """log2 of the least magnitude and the span to the greatest, (blocks, 1) float32; at most 2^16 apart."""
+    top = high.to(torch.float32).clamp_min(torch.finfo(torch.float32).tiny).log2()
+    base = torch.maximum(low.to(torch.float32).clamp_min(torch.finfo(torch.float32).tiny).log2(), top - 16)
+    return base.unsqueeze(1), (top - base).clamp_min(1e-6).unsqueeze(1)
+
+
+def _log_size(k: int) -> int:
+    blocks = -(-k // _BLOCK)
+    return blocks * (4 + _BLOCK // 2)
+
+
+def _log_decode(body: wire.Reader, k: int, device: torch.device) -> torch.Tensor:
+    blocks = -(-k // _BLOCK)
+    low = wire.dense_tensor(body.take(2 * blocks), (blocks,), torch.bfloat16)
+    high = wire.dense_tensor(body.take(2 * blocks), (blocks,), torch.bfloat16)
+    if not bool((torch.isfinite(low) & torch.isfinite(high) & (low >= 0) & (high >= low)).all()):
+        raise FrameError("frame holds a value range that is not finite and ascending")
+    base, span = _log_range(low, high)
+    table = torch.exp2(base + span * torch.arange(_TOP + 1) / _TOP)
+    table = torch.where(high.to(torch.float32).unsqueeze(1) > 0, table, 0)
+    table = torch.cat((table, -table), 1).to(device)
+    codes = rotation.unpack(body, blocks * _BLOCK, 4, device).view(blocks, _BLOCK)
+    return table.gather(1, codes.to(torch.int64)).view(-1)[:k]
+
+
+class TopKMasked(Codec):
+    id = wire.TOPK_MASKED
+
+    def __init__(self, density: float, backward_bits: int = 4, device: str | torch.device = "cpu") -> None:
+        super().__init__(device)
+        self.density = density
+        self.backward_bits = backward_bits
+        self.name = f"topk-masked:{density:g}" + (f"/{backward_bits}" if backward_bits != 4 else "")
+        self._guess: tuple[FrameKey, float] | None = None  # speeds the next selection, changes no byte
+
+    @staticmethod
+    def include_indices(aux: Mask) -> Mask:
+        """The same mask, to be sent with the gradient."""
+        return Mask(aux.indices, aux.digest, True)
+
+    def _encode_forward(self, x: torch.Tensor, key: FrameKey) -> tuple[wire.Body, Aux]:
+        flat, shape = x.view(-1), tuple(x.shape)
+        indices, least = select(flat, kept(shape, self.density), self._carried(key))
+        self._guess = (key, least)
+        host = indices.cpu().numpy()
+        body = [*index_codec.encode(host, flat.numel()), *_log_encode(flat[indices])]
+        return body, Mask(indices, _digest(host))
+
+    def _decode_forward(self, body: memoryview, shape: Shape, key: FrameKey) -> tuple[torch.Tensor, Aux]:
+        k, n = kept(shape, self.density), wire.numel(shape)
+        reader = wire.Reader(body)
+        host = index_codec.decode(reader, k, n)
+        values = _log_decode(reader, k, self.device)
+        reader.done()
+        indices = torch.from_numpy(host).to(self.device)
+        return self._scatter(indices, values, shape), Mask(indices, _digest(host))
+
+    def _encode_backward(self, g: torch.Tensor, aux: Aux, key: FrameKey) -> wire.Body:
+        flat, n = g.view(-1), g.numel()
+        if aux is None:  # the activation was sent as a special frame: choose a mask here
+            indices, _ = select(flat, kept(tuple(g.shape), self.density))
+            aux = Mask(indices, _digest(indices.cpu().numpy()), True)
+        if not isinstance(aux, Mask):
+            raise FrameError(f"{self.name} was given {type(aux).__name__} for a mask")
+        explicit = index_codec.encode(aux.indices.cpu().numpy(), n) if aux.explicit else []
+        values = rotation.encode(flat[aux.indices.to(g.device)], self.backward_bits, key, 1, unbiased=True)
+        return [bytes([aux.explicit]), aux.digest, *explicit, *values]
+
+    def _decode_backward(self, body: memoryview, shape: Shape, aux: Aux, key: FrameKey) -> torch.Tensor:
+        k = kept(shape, self.density)
+        reader = wire.Reader(body)
+        explicit, digest = reader.u8(), bytes(reader.take(_HASH))
+        if explicit > 1:
+            raise FrameError(f"gradient frame with index mark {explicit}, 0 or 1 expected")
+        if explicit:
+            host = index_codec.decode(reader, k, wire.numel(shape))
+            if _digest(host) != digest:
+                raise FrameError("gradient frame's indices do not match the hash that it names")
+            indices = torch.from_numpy(host).to(self.device)
+        elif isinstance(aux, Mask) and aux.digest == digest:
+            indices = aux.indices.to(self.device)
+        else:
+            raise MaskMismatch(f"gradient frame at mask {digest.hex()}, which is not the one sent; ask for its indices")
+        values = rotation.decode(reader, k, self.backward_bits, key, 1, self.device)
+        reader.done()
+        return self._scatter(indices, values, shape)
+
+    def _scatter(self, indices: torch.Tensor, values: torch.Tensor, shape: Shape) -> torch.Tensor:
+        out = torch.zeros(wire.numel(shape), dtype=torch.float32, device=self.device)
+        out[indices] = values
+        return out.view(shape)
+
+    def _carried(self, key: FrameKey) -> float | None:
+        """A threshold a little under that of the micro-batch before, if it was of this step."""
+        if self._guess is None or (self._guess[0].step, self._guess[0].value) != (key.step, key.value):
+            return None
+        return self._guess[1] * 0.97
+
+    def _bound(self, shape: Shape, direction: Direction) -> int:
+        k, n = kept(shape, self.density), wire.numel(shape)
+        if direction == "forward":
+            return index_codec.bound(k, n) + _log_size(k)
+        return 1 + _HASH + index_codec.bound(k, n) + rotation.size(k, self.backward_bits)
+
+    def _bytes(self, shape: Shape, direction: Direction) -> float:
+        k, n = kept(shape, self.density), wire.numel(shape)
+        if direction == "forward":
+            return index_codec.expected(k, n) + _log_size(k)
+        return 1 + _HASH + rotation.size(k, self.backward_bits)
+
+    def _passes(self, direction: Direction) -> float:
+        return 8.0 + 80 * self.density
+
+
+def make(arg: str, device: torch.device) -> TopKMasked:
+    share, _, bits = arg.partition("/")
+    backward = integers(bits, "topk-masked:0.01/2", 1)[0] if bits else 4
+    if not 1 <= backward <= 6:
+        raise InputError(f"codec 'topk-masked:{arg}' has backward bits out of range; use 1-6")
+    return TopKMasked(parse_density(share, "topk-masked:0.01"), backward, device)

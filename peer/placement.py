@@ -9,20 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics, Plan, Prediction, StagePlacement
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AtomCost:
-    """What one atom asks of a device. FLOPs and activations are per sample; weights are those the atom owns."""
-
-    flops: float  # forward and backward
-    weight_bytes: int
-    activation_bytes: int = 0  # kept from forward to backward
+if TYPE_CHECKING:  # the planner loads no torch
+    from fusion_p2p.workload import Atom
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +47,11 @@ class PlanRequest:
     mark_interval: int = 0
 
 
-def make_plan(atoms: Sequence[AtomCost], offers: Sequence[DeviceOffer], request: PlanRequest) -> Plan:
-    """A plan that minimises the slowest stage's compute time. InputError, with figures, if memory does not suffice."""
+def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> Plan:
+    """A plan that minimises the slowest stage's compute time. `atoms`: of one micro-batch of `base.micro_batch_size`.
+
+    InputError, with figures, if memory does not suffice.
+    """
     if not offers:
         raise InputError("no volunteer offers a device; start one with: fusion-peer join ADDRESS")
     if not atoms:
@@ -80,13 +78,13 @@ def make_plan(atoms: Sequence[AtomCost], offers: Sequence[DeviceOffer], request:
         raise InputError(_shortage(load, offers))
     numerics = replace_cuts(request.base, cuts)
     bounds = (0, *cuts, len(atoms))
-    samples = request.base.micro_batches * request.base.micro_batch_size
-    times = [load.flops(bounds[k], bounds[k + 1]) * samples / h.flops_per_s for k, h in enumerate(hosts)]
+    count = request.base.micro_batches
+    times = [load.flops(bounds[k], bounds[k + 1]) * count / h.flops_per_s for k, h in enumerate(hosts)]
     per_host: dict[tuple[str, str], float] = {}
     for h, t in zip(hosts, times, strict=True):
         per_host[h.peer, h.device] = per_host.get((h.peer, h.device), 0.0) + t
     slowest = max(per_host.values())
-    fill = sum(times) / request.base.micro_batches
+    fill = sum(times) / count
     used = {h.peer for h in hosts}
     return Plan(
         number=request.number,
@@ -98,15 +96,71 @@ def make_plan(atoms: Sequence[AtomCost], offers: Sequence[DeviceOffer], request:
         spares=tuple(dict.fromkeys(o.peer for o in offers if o.peer not in used)),
         mark_interval=request.mark_interval,
         prediction=Prediction(
-            step_time_s=slowest + fill - slowest / request.base.micro_batches,
+            step_time_s=slowest + fill - slowest / count,
             parts={"slowest stage": slowest, "fill": fill},
-            lower_bound_s=load.flops(0, len(atoms)) * samples / sum(o.flops_per_s for o in offers),
+            lower_bound_s=load.flops(0, len(atoms)) * count / sum(o.flops_per_s for o in offers),
         ),
         reasons=tuple(
             f"stage {k}: operators' atoms {bounds[k]}..{bounds[k + 1] - 1}, "
             f"{load.flops(bounds[k], bounds[k + 1]) / max(load.flops(0, len(atoms)), 1.0):.0%} of the work, "
             f"{_mib(load.bytes(bounds[k], bounds[k + 1], k))} of {_mib(h.memory_bytes)}"
             for k, h in enumerate(hosts)
+        ),
+    )
+
+
+def rehost(
+    plan: Plan, lost: frozenset[str], atoms: Sequence[Atom], offers: Sequence[DeviceOffer], factor: float
+) -> Plan:
+    """The plan with every stage of the peers `lost` on another device: a spare if one has room, else beside others.
+
+    The numerics and all other hosts stay; moved stages get the next incarnation. InputError if no device has room.
+    """
+    load = _Load(atoms, PlanRequest(base=plan.numerics, state_factor=factor), plan.numerics.stages)
+    bounds = (0, *plan.numerics.cuts, load.n)
+    left = [o for o in offers if o.peer not in lost]
+    placed: dict[int, DeviceOffer] = {}
+    moved = []
+    for p in plan.placement:
+        host = next((o for o in left if (o.peer, o.device) == (p.peer, p.device)), None)
+        if p.peer in lost:
+            moved.append(p)
+        elif host is not None:
+            placed[p.stage] = host
+    new = {}
+    for p in sorted(moved, key=lambda p: -load.flops(bounds[p.stage], bounds[p.stage + 1])):
+        need = load.bytes(bounds[p.stage], bounds[p.stage + 1], p.stage)
+        work = load.flops(bounds[p.stage], bounds[p.stage + 1])
+        ready = []
+        for i, o in enumerate(left):
+            here = [k for k, h in placed.items() if (h.peer, h.device) == (o.peer, o.device)]
+            used = sum(load.bytes(bounds[k], bounds[k + 1], k) for k in here)
+            busy = sum(load.flops(bounds[k], bounds[k + 1]) for k in here)
+            if used + need <= o.memory_bytes:
+                ready.append(((busy + work) / o.flops_per_s, i))
+        if not ready:
+            raise InputError(
+                f"no volunteer has {_mib(need)} free for stage {p.stage}; it waits for one: fusion-peer join ADDRESS"
+            )
+        placed[p.stage] = left[min(ready)[1]]
+        new[p.stage] = placed[p.stage]
+    names = ", ".join(sorted(peer[-8:] for peer in lost))
+    used_peers = {p.peer for p in plan.placement if p.peer not in lost} | {h.peer for h in new.values()}
+    return msgspec.structs.replace(
+        plan,
+        number=plan.number + 1,
+        placement=tuple(
+            msgspec.structs.replace(
+                p, peer=new[p.stage].peer, device=new[p.stage].device, incarnation=p.incarnation + 1, buddies=()
+            )
+            if p.stage in new
+            else p
+            for p in plan.placement
+        ),
+        spares=tuple(dict.fromkeys(o.peer for o in left if o.peer not in used_peers)),
+        reasons=(
+            *plan.reasons,
+            *(f"stage {k} moved to {h.peer[-8:]}: {names} was lost" for k, h in sorted(new.items())),
         ),
     )
 
@@ -120,17 +174,16 @@ def replace_cuts(numerics: Numerics, cuts: tuple[int, ...]) -> Numerics:
 class _Load:
     """Prefix sums over the atoms."""
 
-    def __init__(self, atoms: Sequence[AtomCost], request: PlanRequest, stages: int) -> None:
+    def __init__(self, atoms: Sequence[Atom], request: PlanRequest, stages: int) -> None:
         self.n = len(atoms)
         self.stages = stages
         self._factor = request.state_factor
-        self._size = request.base.micro_batch_size
         self._micro_batches = request.base.micro_batches
         self._flops, self._weights, self._activations = [0.0], [0], [0]
         for a in atoms:
-            self._flops.append(self._flops[-1] + a.flops)
+            self._flops.append(self._flops[-1] + a.forward_flops + a.backward_flops)
             self._weights.append(self._weights[-1] + a.weight_bytes)
-            self._activations.append(self._activations[-1] + a.activation_bytes)
+            self._activations.append(self._activations[-1] + a.stash_bytes)
 
     def window(self, stage: int) -> int:
         """Micro-batches in flight: enough to fill the stages after this one, one more to hide the network."""
@@ -141,7 +194,7 @@ class _Load:
 
     def bytes(self, a: int, b: int, stage: int) -> int:
         state = (self._weights[b] - self._weights[a]) * self._factor
-        stash = (self._activations[b] - self._activations[a]) * self._size * self.window(stage)
+        stash = (self._activations[b] - self._activations[a]) * self.window(stage)
         return math.ceil(state) + stash
 
 

@@ -10,23 +10,41 @@ from hypothesis import strategies as st
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics
-from peer.placement import AtomCost, DeviceOffer, PlanRequest, make_plan
+from fusion_p2p.workload import Atom
+from peer.placement import DeviceOffer, PlanRequest, make_plan, rehost
 
 BASE = Numerics(cuts=(), micro_batches=4, micro_batch_size=2)
 ROOM = 1 << 40
 
 
-def atoms(*flops: float, weight: int = 0) -> list[AtomCost]:
-    return [AtomCost(flops=f, weight_bytes=weight) for f in flops]
+def atoms(*flops: float, weight: int = 0) -> list[Atom]:
+    return [
+        Atom(
+            nodes=(),
+            weights=(),
+            owned=(),
+            parameters=0,
+            weight_bytes=weight,
+            forward_flops=f / 3,
+            backward_flops=f * 2 / 3,
+            forward_bytes=0,
+            stash_bytes=0,
+            kernels=1,
+            cut_bytes=0,
+            cut_weight_bytes=0,
+        )
+        for f in flops
+    ]
 
 
 def offers(*speeds: float, memory: int = ROOM) -> list[DeviceOffer]:
     return [DeviceOffer(peer=f"peer{i}", flops_per_s=s, memory_bytes=memory) for i, s in enumerate(speeds)]
 
 
-def slowest(costs: list[AtomCost], speeds: tuple[float, ...], cuts: tuple[int, ...]) -> float:
+def slowest(costs: list[Atom], speeds: tuple[float, ...], cuts: tuple[int, ...]) -> float:
     bounds = (0, *cuts, len(costs))
-    return max(sum(a.flops for a in costs[bounds[k] : bounds[k + 1]]) / s for k, s in enumerate(speeds))
+    work = [a.forward_flops + a.backward_flops for a in costs]
+    return max(sum(work[bounds[k] : bounds[k + 1]]) / s for k, s in enumerate(speeds))
 
 
 def test_work_follows_speed() -> None:
@@ -90,3 +108,22 @@ def test_pinned_cuts_stand_whoever_hosts_them() -> None:
 def test_spares_are_named() -> None:
     plan = make_plan(atoms(1, 1), offers(1.0, 5.0, 5.0), PlanRequest(base=BASE, stages=2))
     assert plan.spares == ("peer0",)
+
+
+def test_a_lost_peers_stage_goes_to_a_spare_then_beside_another() -> None:
+    costs, hosts = atoms(1, 1), offers(5.0, 5.0, 1.0)
+    plan = make_plan(costs, hosts, PlanRequest(base=BASE, stages=2))
+    first = rehost(plan, frozenset({"peer1"}), costs, hosts, 7.0)
+    assert [(p.peer, p.incarnation) for p in first.placement] == [("peer0", 0), ("peer0", 1)]  # still sooner than 1.0
+    hosts[2] = DeviceOffer(peer="peer2", flops_per_s=5.0, memory_bytes=ROOM)
+    second = rehost(plan, frozenset({"peer1"}), costs, hosts, 7.0)
+    assert [(p.peer, p.incarnation) for p in second.placement] == [("peer0", 0), ("peer2", 1)]
+    assert second.numerics == plan.numerics and second.number == plan.number + 1
+    assert "peer1 was lost" in second.reasons[-1]
+
+
+def test_no_room_for_a_lost_stage_is_named() -> None:
+    costs, hosts = atoms(1, 1, weight=100), offers(1.0, 1.0, memory=1000)
+    plan = make_plan(costs, hosts, PlanRequest(base=BASE))
+    with pytest.raises(InputError, match="for stage 1"):
+        rehost(plan, frozenset({"peer1"}), costs, hosts, 7.0)

@@ -1,0 +1,199 @@
+"""The trainer's end of one control stream: hello, offers, marks, heartbeats; says once when the volunteer is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from dht.errors import DhtError
+from dht.transport import Transport
+from peer.control_io import MessageStream
+from peer.errors import PeerError, RefusedError, WireError
+from peer.protocol import (
+    CONTROL,
+    PROTOCOL_VERSION,
+    Accepted,
+    Drop,
+    Heartbeat,
+    Hello,
+    Mark,
+    Refused,
+    Snapshotted,
+    StageFault,
+    StageOffer,
+    StageStatus,
+    ToTrainer,
+    Welcome,
+)
+
+BEAT_S = 2.0
+DEAD_S = 8.0
+OPEN_TIMEOUT_S = 20.0
+OFFER_TIMEOUT_S = 600.0  # a trial step of a large stage, its state fetched first; heartbeats go on meanwhile
+MARK_TIMEOUT_S = 600.0
+
+K = TypeVar("K")
+R = TypeVar("R")
+_DECODER: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
+
+
+class HostLost(PeerError):
+    """A volunteer is gone: its stream ended, it fell silent, or it said that a stage stopped."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(f"peer {peer[-8:]}: {reason}")
+        self.peer, self.reason = peer, reason
+
+
+class Host:
+    """One volunteer. `serve` runs until the link ends and always ends by raising HostLost (or by cancellation)."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        peer: str,
+        *,
+        on_status: Callable[[StageStatus], None],
+        on_fault: Callable[[str, StageFault], None],
+    ) -> None:
+        self.peer = peer
+        self.welcome: Welcome | None = None
+        self._transport, self._on_status, self._on_fault = transport, on_status, on_fault
+        self._stream: MessageStream[ToTrainer] | None = None
+        self._offers: dict[int, asyncio.Future[Accepted]] = {}
+        self._marks: dict[tuple[int, int], asyncio.Future[Snapshotted]] = {}
+        self._gone: HostLost | None = None
+
+    async def open(self, hello: Hello) -> Welcome:
+        """Connect and be admitted. RefusedError, HostLost or TransportError."""
+        stream = await self._transport.open_stream(self.peer, CONTROL, timeout_s=OPEN_TIMEOUT_S)
+        self._stream = MessageStream(stream.reader, stream.writer, _DECODER)
+        await self._send(hello)
+        try:
+            answer = await self._stream.receive(timeout_s=OPEN_TIMEOUT_S)
+            while isinstance(answer, Heartbeat):
+                answer = await self._stream.receive(timeout_s=OPEN_TIMEOUT_S)
+        except TimeoutError:
+            raise self._lose(f"no answer to our hello within {OPEN_TIMEOUT_S:.0f} s") from None
+        if isinstance(answer, Refused):
+            raise RefusedError(answer.code, answer.reason, needed=answer.needed, cap=answer.cap)
+        if not isinstance(answer, Welcome):
+            raise self._lose("the stream ended instead of a welcome" if answer is None else "answered out of turn")
+        if answer.version != PROTOCOL_VERSION:
+            raise RefusedError("version", f"it speaks protocol {answer.version}, this trainer {PROTOCOL_VERSION}")
+        self.welcome = answer
+        return answer
+
+    async def serve(self) -> None:
+        """Read and beat until the link ends; then every waiter and the caller get the same HostLost."""
+        beats = asyncio.create_task(self._beat())
+        try:
+            await self._read()
+        except TimeoutError:
+            self._lose(f"silent for {DEAD_S:.0f} s")
+        except (WireError, ConnectionError) as error:
+            self._lose(str(error))
+        finally:
+            beats.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await beats
+        raise self._lose("its control stream ended")
+
+    async def offer(self, offer: StageOffer, stage: int) -> Accepted:
+        """RefusedError with the volunteer's reason, HostLost if it is gone."""
+        return await self._ask(self._offers, stage, offer, OFFER_TIMEOUT_S, f"its answer on stage {stage}")
+
+    async def mark(self, mark: Mark) -> Snapshotted:
+        """The snapshot at the boundary before `mark.tick`, once the stage is there."""
+        what = f"stage {mark.stage}'s snapshot at tick {mark.tick}"
+        return await self._ask(self._marks, (mark.stage, mark.tick), mark, MARK_TIMEOUT_S, what)
+
+    async def send(self, message: msgspec.Struct) -> None:
+        """Connect, Trim or Drop. HostLost if it is gone."""
+        await self._send(message)
+
+    async def leave(self, run: str, stages: tuple[int, ...], reason: str) -> None:
+        """Drop these stages and close; never raises for a volunteer that is gone already."""
+        with contextlib.suppress(PeerError, DhtError, OSError, TimeoutError):
+            for stage in stages:
+                await self._send(Drop(run=run, stage=stage, reason=reason))
+        self.close("left")
+
+    def close(self, reason: str) -> None:
+        self._lose(reason)
+        if self._stream is not None:
+            self._stream.close()
+
+    async def _send(self, message: msgspec.Struct) -> None:
+        if self._gone is not None or self._stream is None:
+            raise self._gone or HostLost(self.peer, "not connected")
+        try:
+            await self._stream.send(message, timeout_s=DEAD_S)
+        except TimeoutError:
+            raise self._lose(f"takes no messages for {DEAD_S:.0f} s") from None
+        except (ConnectionError, RuntimeError) as error:  # uvloop: RuntimeError on a closed transport
+            raise self._lose(f"its control stream broke ({error})") from None
+
+    async def _ask(
+        self, table: dict[K, asyncio.Future[R]], key: K, message: msgspec.Struct, timeout_s: float, what: str
+    ) -> R:
+        waiter: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        table[key] = waiter
+        try:
+            await self._send(message)
+            async with asyncio.timeout(timeout_s):
+                return await waiter
+        except TimeoutError:
+            raise self._lose(f"{what} did not come within {timeout_s:.0f} s") from None
+        finally:
+            table.pop(key, None)
+
+    async def _read(self) -> None:
+        assert self._stream is not None
+        while (message := await self._stream.receive(timeout_s=DEAD_S)) is not None:
+            match message:
+                case StageStatus():
+                    self._on_status(message)
+                case Accepted(stage=stage):
+                    _settle(self._offers.get(stage), message)
+                case Refused(stage=stage) if stage in self._offers:
+                    refusal = RefusedError(message.code, message.reason, needed=message.needed, cap=message.cap)
+                    _settle(self._offers.get(stage), refusal)
+                case Snapshotted(stage=stage, tick=tick):
+                    _settle(self._marks.get((stage, tick)), message)
+                case StageFault():
+                    self._on_fault(self.peer, message)
+                case Refused():
+                    raise WireError(f"refuses ({message.code}): {message.reason}")
+                case _:
+                    pass
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            try:
+                await self._send(Heartbeat())
+            except HostLost:
+                return
+
+    def _lose(self, reason: str) -> HostLost:
+        if self._gone is None:
+            self._gone = HostLost(self.peer, reason)
+            for offer in self._offers.values():
+                _settle(offer, self._gone)
+            for mark in self._marks.values():
+                _settle(mark, self._gone)
+        return self._gone
+
+
+def _settle(waiter: asyncio.Future[R] | None, outcome: R | Exception) -> None:
+    if waiter is None or waiter.done():
+        return
+    if isinstance(outcome, Exception):
+        waiter.set_exception(outcome)
+    else:
+        waiter.set_result(outcome)

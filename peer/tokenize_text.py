@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion_p2p.errors import InputError
+from peer.trainer_state import write_atomic
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HfTokenizer
@@ -66,24 +66,13 @@ def open_tokenizer(choice: str, vocab: int, folder: Path, training_text: str) ->
     kept = folder / FILE
     if not kept.exists():
         text = _train(training_text, vocab) if choice == "bpe" else _read(Path(choice))
-        write_atomically(kept, text.encode("utf-8"))
+        write_atomic(kept, text.encode("utf-8"))
     return FileTokenizer(_parse(kept))
 
 
 def kept_tokenizer(folder: Path) -> TextTokenizer:
     """The tokenizer that a run folder or an export holds; bytes if it holds none."""
     return FileTokenizer(_parse(folder / FILE)) if (folder / FILE).exists() else BytesTokenizer()
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Readers see the old file or the whole new one, also after a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with partial.open("wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(partial, path)
 
 
 def _library() -> type[HfTokenizer]:

@@ -155,7 +155,7 @@ class Inbox:
         self.epoch = 0
         self.src_incarnation = 0
         self._hashes: dict[Cursor, bytes] = {}
-        self.differing = 0  # re-sent frames that were not the same bytes
+        self.on_differs: Callable[[Header], None] = lambda header: None  # a re-sent frame was not the same bytes
         self.duplicates = 0
 
     def open(self, message: Open, *, expected_incarnation: int | None, epoch: int) -> Answer:
@@ -213,12 +213,11 @@ class Inbox:
             self.advance(h.tick + 1)
         return frame
 
-    def compare(self, h: Header) -> bool:
-        """A frame offered again: whether it is what was accepted (True also when that is no longer known)."""
+    def compare(self, h: Header) -> None:
+        """A frame offered again is kept out; if it is not what was accepted, `on_differs` hears of it."""
         self.duplicates += 1
-        same = self._hashes.get(h.cursor, h.digest) == h.digest
-        self.differing += not same
-        return same
+        if self._hashes.get(h.cursor, h.digest) != h.digest:
+            self.on_differs(h)
 
     def advance(self, tick: int) -> None:
         """Every frame of the ticks before `tick` has come."""

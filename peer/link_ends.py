@@ -1,0 +1,217 @@
+"""The two ends that `Links` holds: outgoing channels that reconnect, incoming channels that are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dht.transport import Stream
+from fusion_p2p.frame import Frame
+from peer.channel import Inbox, Outbox
+from peer.channel_io import STREAM_ERRORS, Refusal, run_receiver, run_sender
+from peer.errors import ResumeGap, WireError
+from peer.protocol import Endpoint, data_protocol
+from peer.wire import WIRE_VERSION, Header, Open
+
+if TYPE_CHECKING:
+    from peer.links import Links
+
+
+class LinkEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Something the trainer wants to know about the channel with `stage` at `peer`.
+
+    `code`: broken (a stream ended), lost (none for `dead_s`), back (there is one again), frame (bytes that do not
+    fit), stale (this host has been replaced), gap (frames are asked for that are no longer held), differs (frames
+    that were sent again are not the same bytes).
+    """
+
+    code: str
+    stage: int
+    peer: str
+    reason: str
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """What the channel to `stage` waits for (connect, acknowledgement, complete set), and the bytes it holds."""
+
+    phase: str
+    stage: int
+    peer: str
+    waited_s: float
+    held_bytes: int
+    reason: str
+
+
+class Sender:
+    """One outgoing channel: its outbox, and the task that keeps a stream to wherever the other end lives."""
+
+    def __init__(self, links: Links, outbox: Outbox) -> None:
+        self._links, self.outbox = links, outbox
+        self.wake, self.room = asyncio.Event(), asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._endpoint: Endpoint | None = None
+        self._epoch = -1
+        self._down_since: float | None = _now()
+        self._lost = False
+        self._reason = "the plan names no host yet"
+        self.bytes_sent = 0
+
+    @property
+    def full(self) -> bool:
+        limits = self._links.settings
+        return self.outbox.unacked_bytes > limits.unacked_bytes or self.outbox.held_bytes > limits.log_bytes
+
+    def move(self, endpoint: Endpoint | None, epoch: int) -> None:
+        """Go on sending to `endpoint` (None: nowhere), under the trainer's `epoch`."""
+        if endpoint == self._endpoint and epoch == self._epoch:
+            return
+        self._endpoint, self._epoch = endpoint, epoch
+        self._task = asyncio.ensure_future(self._run(self._task, endpoint, epoch))
+
+    async def close(self) -> None:
+        self.room.set()
+        await _end(self._task)
+
+    async def _run(self, before: asyncio.Task[None] | None, endpoint: Endpoint | None, epoch: int) -> None:
+        await _end(before)
+        if endpoint is None:
+            self._down("the plan names no host")
+            return
+        limits, backoff_s = self._links.settings, 0.05
+        while True:
+            try:
+                await self._stream(endpoint, epoch)
+            except ResumeGap as error:
+                return self._links.report("gap", self.outbox.dst, str(error))
+            except Refusal as refusal:
+                self._down(str(refusal))
+                if refusal.code in ("stale", "frame"):
+                    return self._links.report(refusal.code, self.outbox.dst, str(refusal))
+            except STREAM_ERRORS as error:
+                if self._down_since is None:
+                    backoff_s = 0.05
+                    self._links.report("broken", self.outbox.dst, str(error))
+                self._down(str(error))
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, limits.backoff_max_s)
+
+    async def _stream(self, endpoint: Endpoint, epoch: int) -> None:
+        links, outbox = self._links, self.outbox
+        transport, open_s = links.transport, links.settings.open_s
+        await transport.connect(endpoint.peer, endpoint.addresses, timeout_s=open_s)
+        stream = await transport.open_stream(endpoint.peer, data_protocol(endpoint.endpoint), timeout_s=open_s)
+        opening = Open(
+            WIRE_VERSION, links.run, epoch, links.plan, outbox.src, outbox.dst,
+            outbox.incarnation, endpoint.incarnation,
+        )  # fmt: skip
+        try:
+            await run_sender(
+                stream, outbox, opening, settings=links.settings, limiter=links.limiter, wake=self.wake,
+                gate=links.gate, progress=self._progress, counted=self._counted,
+            )  # fmt: skip
+        finally:
+            stream.writer.close()
+
+    def _down(self, reason: str) -> None:
+        self._reason = reason
+        now = _now()
+        if self._down_since is None:
+            self._down_since = now
+        if not self._lost and now - self._down_since > self._links.settings.dead_s:
+            self._lost = True
+            self._links.report("lost", self.outbox.dst, reason)
+
+    def _progress(self) -> None:
+        if self._lost:
+            self._links.report("back", self.outbox.dst, "")
+        self._down_since, self._lost = None, False
+        if not self.full:
+            self.room.set()
+            self._links.check_room()
+
+    def _counted(self, count: int) -> None:
+        self.bytes_sent += count
+
+    def wait(self) -> Wait | None:
+        peer = self._endpoint.peer if self._endpoint else ""
+        if self._down_since is not None:
+            phase, waited_s, reason = "connect", _now() - self._down_since, self._reason
+        elif self.full:
+            phase = "complete set" if self.outbox.unacked_bytes < self.outbox.held_bytes // 2 else "acknowledgement"
+            waited_s, reason = 0.0, f"{self.outbox.held_bytes} bytes held for stage {self.outbox.dst}"
+        else:
+            return None
+        return Wait(
+            phase=phase, stage=self.outbox.dst, peer=peer, waited_s=waited_s, held_bytes=self.outbox.held_bytes,
+            reason=reason,
+        )  # fmt: skip
+
+
+class Receiver:
+    """One incoming channel: its inbox, and the task that reads the stream it has now."""
+
+    def __init__(self, links: Links, inbox: Inbox) -> None:
+        self._links, self.inbox = links, inbox
+        inbox.on_differs = self._differs
+        self.room = asyncio.Event()
+        self.room.set()
+        self.queued_bytes = 0
+        self._count_lock = threading.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    async def run(self, stream: Stream) -> None:
+        await _end(self._task)
+        task = self._task = asyncio.ensure_future(
+            run_receiver(stream, self.inbox, settings=self._links.settings, room=self.room, deliver=self._deliver)
+        )
+        try:
+            await asyncio.wait({task})
+        finally:
+            task.cancel()
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, WireError):
+            self._links.report("frame", self.inbox.src, str(error))
+        if error is not None:
+            raise error
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        await _end(self._task)
+
+    def _deliver(self, frame: Frame) -> None:
+        with self._count_lock:
+            self.queued_bytes += len(frame.payload)
+            if self.queued_bytes > self._links.settings.queue_bytes:
+                self.room.clear()
+        self._links.deliver(frame)
+
+    def taken(self, count: int) -> bool:
+        """Whether the reader, having been full, may go on."""
+        with self._count_lock:
+            before = self.queued_bytes
+            self.queued_bytes -= count
+            limit = self._links.settings.queue_bytes
+            return before > limit >= self.queued_bytes
+
+    def _differs(self, header: Header) -> None:
+        what = f"{header.kind.name} at tick {header.tick}, micro-batch {header.micro_batch}, sent again differs"
+        self._links.report("differs", header.src, what)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def _end(task: asyncio.Task[None] | None) -> None:
+    """Cancel a task and wait until it has ended."""
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,36 @@
+"""A volunteer's upload cap as a token bucket. Pure: the clock is passed in; `Limiter.take` sleeps on asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Bucket:
+    """`bytes_per_s` on average, at most `burst` bytes at once."""
+
+    def __init__(self, bytes_per_s: float, *, burst: int, now: float) -> None:
+        self._rate, self._burst, self._tokens, self._at = bytes_per_s, float(burst), float(burst), now
+
+    def delay(self, count: int, now: float) -> float:
+        """Take `count` bytes; the seconds to wait before they may be sent (debt is paid by later callers too)."""
+        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._at) * self._rate) - count
+        self._at = max(now, self._at)
+        return max(0.0, -self._tokens / self._rate)
+
+
+class Limiter:
+    """`bytes_per_s` None: no cap."""
+
+    def __init__(self, bytes_per_s: float | None, *, burst: int = 256 << 10) -> None:
+        self._rate, self._burst = bytes_per_s, burst
+        self._bucket: Bucket | None = None
+
+    async def take(self, count: int) -> None:
+        if self._rate is None:
+            return
+        now = asyncio.get_running_loop().time()
+        if self._bucket is None:
+            self._bucket = Bucket(self._rate, burst=self._burst, now=now)
+        wait = self._bucket.delay(count, now)
+        if wait > 0:
+            await asyncio.sleep(wait)

@@ -1,0 +1,162 @@
+"""Blobs over an in-memory transport: authorisation, resume, several holders, verification, bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peer.blobs import Authorise, BlobStore, fetch_blob, serve_blobs
+from peer.channel_io import ChannelSettings
+from peer.errors import BlobError
+from peer.protocol import BLOBS, BlobRef
+from peer.ratelimit import Bucket, Limiter
+from tests.memory_transport import MemoryTransport, Network
+
+FAST = ChannelSettings(beat_s=0.05, dead_s=0.3, backoff_max_s=0.01)
+DATA = os.urandom(1 << 20)
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(20):
+            await coroutine
+
+    asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  (each turn of the loop lets the transfer go on)
+        await asyncio.sleep(0)
+
+
+async def holder(network: Network, name: str, folder: Path, allow: Authorise | None = None) -> BlobStore:
+    store = BlobStore(folder / name)
+    await serve_blobs(
+        network.transport(name), store, allow or (lambda peer, run, blob: True), limiter=Limiter(None), settings=FAST
+    )
+    return store
+
+
+async def fetch(
+    network: Network, ref: BlobRef, folder: Path, name: str = "me", max_bytes: int = 1 << 24
+) -> tuple[BlobStore, Path]:
+    store, transport = BlobStore(folder / name), network.transport(name)
+    return store, await fetch_blob(transport, store, "r", ref, max_bytes=max_bytes, settings=FAST)
+
+
+def test_a_blob_is_fetched_verified_and_kept(tmp_path: Path) -> None:
+    async def main() -> None:
+        network = Network()
+        ref = BlobRef(*(await holder(network, "h", tmp_path)).put([DATA[:1000], DATA[1000:]]), holders=("h",))
+        assert ref.hash == hashlib.blake2b(DATA, digest_size=32).hexdigest()
+        store, path = await fetch(network, ref, tmp_path)
+        assert path.read_bytes() == DATA == store.get(ref)
+        assert store.hashes() == {ref.hash}
+        assert path.stat().st_mode & 0o077 == 0
+
+    run(main())
+
+
+def test_a_fetch_goes_on_at_another_holder_where_the_first_broke_off(tmp_path: Path) -> None:
+    async def main() -> None:
+        network = Network()
+        for name in ("a", "b"):
+            ref = BlobRef(*(await holder(network, name, tmp_path)).put(DATA), holders=("a", "b"))
+        fetching = asyncio.ensure_future(fetch(network, ref, tmp_path))
+        await until(lambda: sum(p.bytes for p in network.pipes) >= len(DATA) // 2)
+        (pipe,) = network.pipes
+        first = pipe.bytes
+        network.dead.add(pipe.acceptor)
+        network.cut(pipe.acceptor)
+        await until(lambda: bool(network.pipes))
+        (second,) = network.pipes
+        assert second.acceptor != pipe.acceptor
+        await fetching
+        assert first + second.bytes < len(DATA) * 1.5
+
+    run(main())
+
+
+def test_a_lying_holder_costs_only_time(tmp_path: Path) -> None:
+    async def main() -> None:
+        network = Network()
+        good, bad = await holder(network, "good", tmp_path), await holder(network, "bad", tmp_path)
+        ref = BlobRef(*good.put(DATA), holders=("bad", "good"))
+        bad.path(ref.hash).write_bytes(bytes(len(DATA)))
+        _, path = await fetch(network, ref, tmp_path)
+        assert path.read_bytes() == DATA
+        with pytest.raises(BlobError, match="bad: its bytes do not match the hash"):
+            await fetch(network, BlobRef(ref.hash, ref.size, ("bad",)), tmp_path, "other")
+        assert not list((tmp_path / "other").iterdir())
+
+    run(main())
+
+
+def test_only_peers_that_are_named_are_served(tmp_path: Path) -> None:
+    async def main() -> None:
+        network = Network()
+        asked: list[tuple[str, str, str]] = []
+
+        def allow(peer: str, run: str, blob: str) -> bool:
+            asked.append((peer, run, blob))
+            return False
+
+        store = await holder(network, "h", tmp_path, allow)
+        ref = BlobRef(*store.put(b"secret"), holders=("h",))
+        with pytest.raises(BlobError, match="no such blob for you"):
+            await fetch(network, ref, tmp_path)
+        assert asked[0] == ("me", "r", ref.hash)
+
+    run(main())
+
+
+def test_sizes_are_bounded_before_anything_is_asked(tmp_path: Path) -> None:
+    async def main() -> None:
+        network = Network()
+        ref = BlobRef(*(await holder(network, "h", tmp_path)).put(DATA), holders=("h",))
+        with pytest.raises(BlobError, match="at most 1000"):
+            await fetch(network, ref, tmp_path, max_bytes=1000)
+        with pytest.raises(BlobError, match="expected 7"):
+            await fetch(network, BlobRef(ref.hash, 7, ("h",)), tmp_path)
+        assert network.opened == 3  # one holder, asked in each round of the second fetch only
+
+    run(main())
+
+
+def test_a_silent_holder_is_left(tmp_path: Path) -> None:
+    async def main() -> None:
+        network = Network()
+        silent: MemoryTransport = network.transport("silent")
+
+        async def handle(stream: Any) -> None:
+            await asyncio.Event().wait()
+
+        await silent.serve(BLOBS, handle)
+        ref = BlobRef(*(await holder(network, "h", tmp_path)).put(DATA), holders=("silent", "h"))
+        await fetch(network, ref, tmp_path)
+
+    run(main())
+
+
+@pytest.mark.parametrize("name", ["", "../../etc/passwd", "A" * 64, "0" * 63])
+def test_only_hashes_name_files(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BlobError):
+        BlobStore(tmp_path).path(name)
+
+
+def test_the_upload_cap_is_an_average_with_a_bounded_burst() -> None:
+    bucket = Bucket(1000.0, burst=500, now=0.0)
+    now, sent = 0.0, 0
+    for _ in range(100):
+        now += bucket.delay(100, now)
+        sent += 100
+    assert sent <= 500 + 1000 * now + 1e-6
+    assert now == pytest.approx((sent - 500) / 1000)
+    assert bucket.delay(500, now + 100) == 0.0
+    assert bucket.delay(100, now + 100) > 0.0

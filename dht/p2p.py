@@ -23,7 +23,7 @@ from dht import addresses
 from dht._hivemind import pb
 from dht.control import SOCKET_BUFFER_BYTES, STREAM_LIMIT_BYTES, ControlClient, read_message, socket_path
 from dht.errors import DhtError, InputError, PeerUnreachable, SwarmUnreachable, TransportError
-from dht.identity import load_or_create, peer_id_text
+from dht.identity import Identity, load_or_create, peer_id_text
 from dht.p2pd import P2pd, P2pdConfig, SocketFolder
 from dht.transport import Stream, StreamHandler
 
@@ -41,8 +41,10 @@ _RESTART_DELAYS_S = (0.0, 0.2, 1.0, 3.0, 10.0)
 class P2PTransport:
     """Made by `start` or `attach`; see `dht.transport.Transport` for the methods others rely on."""
 
-    def __init__(self, client: ControlClient, peer_id: str, *, bootstrap: tuple[str, ...] = ()) -> None:
-        self.client, self.bootstrap = client, bootstrap
+    def __init__(
+        self, client: ControlClient, peer_id: str, *, identity: Identity | None = None, bootstrap: tuple[str, ...] = ()
+    ) -> None:
+        self.client, self.identity, self.bootstrap = client, identity, bootstrap
         self._peer_id = peer_id
         self._listener = client.path.with_name(f"s{secrets.token_hex(4)}")
         self._handlers: dict[str, StreamHandler] = {}
@@ -279,7 +281,7 @@ async def start(
     lock = _lock_identity(identity_path)
     _check_ports_free(host_addresses)
     folder = SocketFolder.create()
-    transport = P2PTransport(ControlClient(folder.control), identity.peer_id, bootstrap=bootstrap)
+    transport = P2PTransport(ControlClient(folder.control), identity.peer_id, identity=identity, bootstrap=bootstrap)
     transport._identity_lock, transport._folder = lock, folder
     config = P2pdConfig(
         identity_path=identity_path,

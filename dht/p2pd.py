@@ -216,6 +216,7 @@ def _arguments(config: P2pdConfig, control: Path) -> list[str]:
         f"-id={config.identity_path}",
         "-dhtServer=1" if config.dht_server else "-dhtClient=1",
         "-connManager=1",
+        "-idleTimeout=87600h",  # by default p2pd ends when its last persistent connection, a board's, closes
         "-tls=1",
         f"-natPortMap={on}",
         f"-autonat={on}",

@@ -1,0 +1,378 @@
+"""`Board`: the swarm's bulletin board in this process, on the caller's event loop.
+
+    board = await Board.start(transport)
+    board.publish(PeerRecord(...))            # stored now and again every 15 s until withdrawn; never blocks
+    await board.peers(); await board.runs(); await board.run(run_id)
+
+A hivemind `DHTNode` attached to the transport's p2pd. Never `hivemind.DHT`, which forks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from dht import _guards, records
+from dht._hivemind import node_parts
+from dht.clock import SwarmClock, swarm_clock
+from dht.errors import DhtError, InputError, RecordError, SwarmUnreachable, TransportError
+from dht.identity import peer_id_bytes
+from dht.p2p import P2PTransport
+from dht.records import REFRESH_S, TTL_S, PeerRecord, Record, RunEvents, RunLinks, RunRecord, RunStages, Signer
+from dht.validator import make_validator
+
+log = logging.getLogger("dht.node")
+
+READ_TIMEOUT_S = 15.0
+STORE_TIMEOUT_S = 15.0
+_RPC_S = 3.0  # a silent node costs this much per look-up
+_LOOKUP_S = 60.0  # hivemind's own `refresh_timeout` does nothing, so a random id is looked up this often
+_CLOCK_S = 300.0
+_MIN_INTERVAL_S = 1.0  # a record that changes faster is stored this often
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """Everything the board holds on one run. Parts not (yet) found are empty."""
+
+    run: RunRecord
+    stages: tuple[records.StageHost, ...] = ()
+    links: tuple[records.LinkBytes, ...] = ()
+    events: tuple[records.Event, ...] = ()
+
+
+@dataclass(slots=True)
+class _Own:
+    """A record that this board keeps on the swarm."""
+
+    record: Record
+    signer: Signer
+    stored_at: float = float("-inf")  # loop time
+    changed: bool = True
+
+
+class Board:
+    """Made by `Board.start`; the constructor only assigns."""
+
+    def __init__(self, transport: P2PTransport, *, client_only: bool, clock: SwarmClock) -> None:
+        self.transport, self.clock = transport, clock
+        self._client_only = client_only
+        self._own: dict[tuple[str, bytes], _Own] = {}
+        self._node: Any = None
+        self._p2p: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._stored = asyncio.Condition()
+        self._replaced = asyncio.Lock()
+
+    @classmethod
+    async def start(cls, transport: P2PTransport, *, client_only: bool = False, timeout_s: float = 15.0) -> Board:
+        """Joins the board of the swarm that `transport` is connected to; alone if it has no bootstrap address.
+
+        `client_only`: read, keep nothing for others. Raises SwarmUnreachable if the transport has bootstrap addresses
+        and none of their peers answers on the board, TransportError if p2pd does not.
+        """
+        board = cls(transport, client_only=client_only, clock=swarm_clock)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await board._attach(None)
+                await board._meet(required=True)
+        except TimeoutError as error:
+            await board.close()
+            raise TransportError(f"the board of peer {transport.peer_id} did not start in {timeout_s:g} s") from error
+        except BaseException:
+            await board.close()
+            raise
+        transport.on_restart(board._reattach)
+        board._task = asyncio.create_task(board._keep(), name="board")
+        return board
+
+    # --- writing
+
+    def publish(self, record: Record, signer: Signer | None = None) -> None:
+        """Keeps `record` on the board from now on, in place of the one at the same key and subject.
+
+        `signer` None: this peer's identity. Returns at once; `flush` waits until it is stored. Raises RecordError for
+        a record that others would refuse, InputError if this transport has no identity to sign with.
+        """
+        if signer is None:
+            if self.transport.identity is None:
+                raise InputError(
+                    "a transport made by attach() has no identity; publish from the process that started it"
+                )
+            signer = Signer(self.transport.identity)
+        now = self.clock.now()
+        record = _published(record, now)
+        records.seal(record, signer, expiration=now + TTL_S)
+        place = records.place(record)
+        known = self._own.get(place)
+        stored_at = float("-inf") if known is None else known.stored_at
+        self._own[place] = _Own(record, signer, stored_at)
+        self._wake.set()
+
+    def withdraw(self, record: Record) -> None:
+        """Refreshes `record` no longer; it is gone within a TTL (45 s). To leave at once publish state "left" first."""
+        self._own.pop(records.place(record), None)
+
+    async def flush(self, *, timeout_s: float = STORE_TIMEOUT_S) -> None:
+        """Returns when everything published is stored at one replica at least; TransportError after `timeout_s`."""
+        self._wake.set()
+        try:
+            async with asyncio.timeout(timeout_s), self._stored:
+                await self._stored.wait_for(lambda: not any(own.changed for own in self._own.values()))
+        except TimeoutError as error:
+            waiting = ", ".join(key for (key, _), own in self._own.items() if own.changed)
+            raise TransportError(f"not stored on the board after {timeout_s:g} s: {waiting}") from error
+
+    # --- reading
+
+    async def peers(
+        self, *, fence: str = records.NO_FENCE, timeout_s: float = READ_TIMEOUT_S
+    ) -> tuple[PeerRecord, ...]:
+        """Peers of `fence` that are on the swarm now, by peer id. TransportError if the board does not answer."""
+        found = await self._read(records.fence_keys(fence), PeerRecord, timeout_s)
+        return tuple(sorted((p for p in found if p.state != "left"), key=lambda p: p.peer))
+
+    async def runs(self, *, timeout_s: float = READ_TIMEOUT_S) -> tuple[RunRecord, ...]:
+        """Every run on the board, newest first."""
+        found = await self._read(records.runs_keys(), RunRecord, timeout_s)
+        return tuple(sorted(found, key=lambda r: (-r.created, r.run)))
+
+    async def run(self, run: str, *, timeout_s: float = READ_TIMEOUT_S) -> RunView | None:
+        """One run with its parts, None if it is not on the board. `run` may be a unique prefix of the id, or the name.
+
+        InputError if several runs fit.
+        """
+        fits = [r for r in await self.runs(timeout_s=timeout_s) if r.run.startswith(run) or r.name == run]
+        if len(fits) > 1:
+            raise InputError(f"{run!r} fits several runs ({', '.join(r.run[:12] for r in fits)}); give more of the id")
+        if not fits:
+            return None
+        head = fits[0]
+        parts = await self._read((records.run_key(head.run),), (RunStages, RunLinks, RunEvents), timeout_s)
+        return join_run(head, [part for part in parts if part.owner == head.owner])
+
+    async def _read(self, keys: tuple[str, ...], kind: Any, timeout_s: float) -> list[Any]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                # An infinite sufficient expiration is `latest=True`: every replica near the key is asked and merged.
+                found = await self._node.get_many(keys, sufficient_expiration_time=float("inf"))
+        except TimeoutError as error:
+            raise TransportError(f"the board has not answered in {timeout_s:g} s for {', '.join(keys)}") from error
+        out, now = [], self.clock.now()
+        for key, item in found.items():
+            entries = item.value.items() if item is not None and isinstance(item.value, dict) else ()
+            for subkey, (value, expiration) in entries:
+                with contextlib.suppress(RecordError):  # expired since, mostly; the validator has seen it
+                    record = records.unseal(records.key_id(key), subkey, value, expiration, now=now)
+                    if isinstance(record, kind):
+                        out.append(record)
+        return out
+
+    # --- lifecycle
+
+    async def close(self) -> None:
+        """Leaves the board; what was published expires. Does not close the transport."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        await self._detach()
+
+    async def _attach(self, storage: Any) -> None:
+        parts = node_parts()
+        path = self.transport.control_address
+        self._p2p = await parts.P2P.replicate(parts.Multiaddr(path))
+        own_id = parts.DHTID(_guards.node_id_of(peer_id_bytes(self.transport.peer_id)))
+        # hivemind's caches stay off: they answer with what was, and others could fill them. Blacklisting is constant:
+        # its exponential form keeps a peer out for minutes after an outage.
+        self._node = await parts.DHTNode.create(
+            p2p=self._p2p,
+            node_id=own_id,
+            client_mode=self._client_only,
+            record_validator=make_validator(parts.RecordValidatorBase, self.clock),
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_size=64,
+            reuse_get_requests=False,
+            wait_timeout=_RPC_S,
+            blacklist_time=5.0,
+            backoff_rate=1.0,
+        )
+        if storage is not None:
+            self._node.protocol.storage = storage
+
+    async def _detach(self) -> None:
+        if self._node is not None and not self._client_only:
+            with contextlib.suppress(Exception):  # hivemind raises many kinds here, and p2pd may be gone already
+                async with asyncio.timeout(2.0):
+                    await self._node.shutdown()
+        if self._p2p is not None:
+            await self._p2p.shutdown()
+
+    async def _reattach(self) -> None:
+        """After p2pd came back: its unary handlers and our persistent connection died with it."""
+        async with self._replaced:
+            storage = self._node.protocol.storage
+            self._node.is_alive = False
+            await self._p2p.shutdown()
+            async with asyncio.timeout(15.0):
+                await self._attach(storage)
+            await self._meet(required=False)
+        for own in self._own.values():
+            own.changed = True
+        self._wake.set()
+
+    async def _meet(self, *, required: bool) -> None:
+        """Pings the peers that the transport is connected to, measures the clock, finds our neighbours."""
+        parts = node_parts()
+        connected = [parts.PeerID(peer_id_bytes(p)) for p in await self.transport.connected()]
+        samples = await asyncio.gather(*(self._clock_sample(p) for p in connected[:8]))
+        self.clock.correct([s for s in samples if s is not None])
+        answers = await asyncio.gather(*(self._node.protocol.call_ping(p, validate=False) for p in connected))
+        if not any(answers):
+            if required and self.transport.bootstrap:
+                names = ", ".join(self.transport.bootstrap)
+                raise SwarmUnreachable(
+                    f"connected, but nobody answers on the board at {names}; another version runs there?"
+                )
+            return
+        await self._node.find_nearest_nodes([self._node.node_id])
+
+    async def _clock_sample(self, peer: Any) -> float | None:
+        """That peer's swarm time minus this machine's clock."""
+        request = node_parts().dht_pb2.PingRequest(validate=False)
+        raw = self.clock.now() - self.clock.offset_s
+        try:
+            response = await self._node.protocol.get_stub(peer).rpc_ping(request, timeout=_RPC_S)
+        except Exception as error:  # hivemind raises many kinds here; the peer may have no board at all
+            log.debug("no clock sample from %s: %s", peer, error)
+            return None
+        middle = (raw + self.clock.now() - self.clock.offset_s) / 2
+        return float(response.dht_time) - middle if response.dht_time else None
+
+    async def _keep(self) -> None:
+        """Stores what changed, refreshes the rest, looks around now and then, comes back after an outage."""
+        loop = asyncio.get_running_loop()
+        next_look, next_clock = loop.time() + _LOOKUP_S, loop.time() + _CLOCK_S
+        while True:
+            self._wake.clear()
+            await self._guarded("storing records", self._store_due)
+            now = loop.time()
+            await self._guarded("looking for the swarm", self._rejoin_if_alone)
+            if now > next_look:
+                next_look = now + _LOOKUP_S
+                await self._guarded("looking around", self._look_around)
+            if now > next_clock:
+                next_clock = now + _CLOCK_S
+                await self._guarded("checking the clock", lambda: self._meet(required=False))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._pause_s(loop.time())):
+                    await self._wake.wait()
+                    await asyncio.sleep(0.02)  # publishes of one moment go out together
+
+    def _pause_s(self, now: float) -> float:
+        due = [own.stored_at + (_MIN_INTERVAL_S if own.changed else REFRESH_S) - now for own in self._own.values()]
+        return min(max(0.05, min(due, default=REFRESH_S)), REFRESH_S)
+
+    async def _guarded(self, what: str, action: Callable[[], Awaitable[None]]) -> None:
+        try:
+            async with asyncio.timeout(30.0):
+                await action()
+        except (DhtError, TimeoutError) as error:
+            log.warning("%s: %s", what, error or "not done in 30 s")
+        except Exception:  # the top of the board's task: it must not end because hivemind raised
+            log.exception("%s failed", what)
+
+    async def _rejoin_if_alone(self) -> None:
+        if self._node.protocol.routing_table.uid_to_peer_id:
+            return
+        if self.transport.bootstrap:
+            await self.transport.join(timeout_s=5.0)
+        await self._meet(required=False)
+
+    async def _look_around(self) -> None:
+        random_id = node_parts().DHTID(int.from_bytes(secrets.token_bytes(20), "big"))
+        await self._node.find_nearest_nodes([random_id])
+
+    async def _store_due(self) -> None:
+        now = asyncio.get_running_loop().time()
+        due = {
+            place: own
+            for place, own in self._own.items()
+            if now - own.stored_at >= (_MIN_INTERVAL_S if own.changed else REFRESH_S)
+        }
+        if not due:
+            return
+        swarm_now = self.clock.now()
+        expiration = swarm_now + TTL_S
+        sealed = {
+            place: records.seal(_published(own.record, swarm_now), own.signer, expiration=expiration)
+            for place, own in due.items()
+        }
+        places = list(sealed)
+        async with asyncio.timeout(STORE_TIMEOUT_S):
+            stored = await self._node.store_many(
+                [key for key, _ in places],
+                list(sealed.values()),
+                [expiration] * len(places),
+                subkeys=[subkey for _, subkey in places],
+            )
+        for place, own in due.items():
+            if stored.get(place) and self._own.get(place) is own:
+                own.stored_at, own.changed = now, False
+        async with self._stored:
+            self._stored.notify_all()
+
+
+def join_run(head: RunRecord, parts: list[records.RunPart]) -> RunView:
+    """One view of a run from its head and parts; stages and links of older plans are left out."""
+    plan = max((p.plan for p in parts if isinstance(p, RunStages)), default=head.plan)
+    stages = [s for p in parts if isinstance(p, RunStages) and p.plan == plan for s in p.stages]
+    links = [link for p in parts if isinstance(p, RunLinks) and p.plan == plan for link in p.links]
+    events = [e for p in parts if isinstance(p, RunEvents) for e in p.events]
+    return RunView(
+        run=head,
+        stages=tuple(sorted(stages, key=lambda s: (s.replica, s.stage))),
+        links=tuple(sorted(links, key=lambda link: (link.src, link.dst))),
+        events=tuple(sorted(events, key=lambda e: e.time)),
+    )
+
+
+def split_run(view: RunView) -> tuple[Record, ...]:
+    """The records that hold `view`, each within 2 KB; the oldest events are left out if they do not fit.
+
+    Publish them all; the number of parts of one plan does not change, so none is left behind.
+    """
+    run, owner, plan = view.run.run, view.run.owner, view.run.plan
+    out: list[Record] = [view.run]
+    for part, at in enumerate(range(0, len(view.stages), 16)):
+        out.append(RunStages(run=run, owner=owner, part=part, plan=plan, stages=view.stages[at : at + 16]))
+    for part, at in enumerate(range(0, len(view.links), 32)):
+        out.append(RunLinks(run=run, owner=owner, part=part, plan=plan, links=view.links[at : at + 32]))
+    if view.events:
+        out.append(RunEvents(run=run, owner=owner, part=0, events=_that_fit(view.events)))
+    return tuple(out)
+
+
+def _that_fit(events: tuple[records.Event, ...]) -> tuple[records.Event, ...]:
+    room, kept = 1600, []
+    for event in reversed(events[-16:]):
+        room -= len(msgspec.msgpack.encode(event))
+        if room < 0:
+            break
+        kept.append(event)
+    return tuple(reversed(kept))
+
+
+def _published(record: Record, now: float) -> Record:
+    if isinstance(record, PeerRecord | RunRecord):
+        return msgspec.structs.replace(record, published=round(now, 2))
+    return record

@@ -91,7 +91,8 @@ def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: Pla
         epoch=request.epoch,
         numerics=numerics,
         placement=tuple(
-            StagePlacement(stage=k, peer=h.peer, device=h.device, window=load.window(k)) for k, h in enumerate(hosts)
+            StagePlacement(stage=k, peer=h.peer, device=h.device, incarnation=request.number, window=load.window(k))
+            for k, h in enumerate(hosts)
         ),
         spares=tuple(dict.fromkeys(o.peer for o in offers if o.peer not in used)),
         mark_interval=request.mark_interval,
@@ -151,7 +152,7 @@ def rehost(
         number=plan.number + 1,
         placement=tuple(
             msgspec.structs.replace(
-                p, peer=new[p.stage].peer, device=new[p.stage].device, incarnation=p.incarnation + 1, buddies=()
+                p, peer=new[p.stage].peer, device=new[p.stage].device, incarnation=plan.number + 1, buddies=()
             )
             if p.stage in new
             else p
@@ -163,6 +164,13 @@ def rehost(
             *(f"stage {k} moved to {h.peer[-8:]}: {names} was lost" for k, h in sorted(new.items())),
         ),
     )
+
+
+def stage_bytes(plan: Plan, stage: int, atoms: Sequence[Atom], state_factor: float) -> int:
+    """What this planner thinks that a stage needs; a volunteer's trial step knows better."""
+    load = _Load(atoms, PlanRequest(base=plan.numerics, state_factor=state_factor), plan.numerics.stages)
+    bounds = (0, *plan.numerics.cuts, load.n)
+    return load.bytes(bounds[stage], bounds[stage + 1], stage)
 
 
 def replace_cuts(numerics: Numerics, cuts: tuple[int, ...]) -> Numerics:

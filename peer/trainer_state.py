@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +19,8 @@ import msgspec
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import NumericLogEntry, Numerics
+from peer.blobs import BlobStore
+from peer.errors import BlobError
 from peer.protocol import RunSpec, Signed
 
 SETS_KEPT = 2
@@ -85,6 +85,10 @@ class RunFolder:
         self.root = root
 
     @property
+    def blobs(self) -> BlobStore:
+        return BlobStore(self.root / "state" / "blobs")
+
+    @property
     def exists(self) -> bool:
         return (self.root / "spec.json").exists()
 
@@ -145,29 +149,22 @@ class RunFolder:
     def progress(self) -> Progress:
         return self._read(self.root / "progress.json", Progress)
 
-    def save_set(self, manifest: Manifest, snapshots: Mapping[int, bytes]) -> None:
-        """Add a complete set and forget all but the newest two. Bytes that differ from the manifest are an error."""
+    def save_set(self, manifest: Manifest) -> None:
+        """Add a complete set and forget all but the newest two. BlobError unless its blobs are all in `blobs`."""
         for entry in manifest.stages:
-            data = snapshots[entry.stage]
-            if hashlib.blake2b(data, digest_size=32).hexdigest() != entry.hash:
-                raise InputError(f"stage {entry.stage}'s snapshot at tick {manifest.tick} does not match its hash")
-        final = self._set_path(manifest.tick)
-        part = final.with_name(f".{final.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        for entry in manifest.stages:
-            write_atomic(part / f"stage-{entry.stage}.bin", snapshots[entry.stage])
-        write_atomic(part / "manifest.json", msgspec.json.encode(manifest))
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(part, final)
-        _sync_folder(final.parent)
-        for tick in self.sets()[:-SETS_KEPT]:
-            shutil.rmtree(self._set_path(tick), ignore_errors=True)
+            if not self.blobs.has(entry.hash):
+                raise BlobError(f"stage {entry.stage}'s snapshot at tick {manifest.tick} is not in {self.root}/state")
+        write_atomic(self._set_path(manifest.tick), msgspec.json.encode(manifest))
+        sets = self.sets()
+        for tick in sets[:-SETS_KEPT]:
+            self._set_path(tick).unlink(missing_ok=True)
+        kept = {e.hash for tick in sets[-SETS_KEPT:] for e in self._manifest_at(tick).stages}
+        for blob in self.blobs.hashes() - kept:
+            self.blobs.delete(blob)
 
     def sets(self) -> list[int]:
         """Ticks of the complete sets, oldest first."""
-        found = (p.parent.name for p in (self.root / "state").glob("[0-9]*/manifest.json"))
-        return sorted(int(name) for name in found if name.isdecimal())
+        return sorted(int(p.stem) for p in (self.root / "state").glob("[0-9]*.json") if p.stem.isdecimal())
 
     def manifest(self, tick: int | None = None) -> Manifest:
         """The set at `tick`, by default the newest."""
@@ -175,30 +172,33 @@ class RunFolder:
         if not sets or (tick is not None and tick not in sets):
             at = "" if tick is None else f" at tick {tick}"
             raise InputError(f"{self.root / 'state'} holds no complete set{at}; it has {sets or 'none'}")
-        path = self._set_path(sets[-1] if tick is None else tick) / "manifest.json"
-        manifest, spec = self._read(path, Manifest), self.spec()[1]
+        manifest, spec = self._manifest_at(sets[-1] if tick is None else tick), self.spec()[1]
         if manifest.run != spec.run:
+            path = self._set_path(manifest.tick)
             raise InputError(f"{path} belongs to run {manifest.run[:12]}, this folder to run {spec.run[:12]}")
         return manifest
 
     def snapshots(self, manifest: Manifest) -> dict[int, bytes]:
         """The bytes of each stage, verified against the manifest."""
-        result = {}
-        for entry in manifest.stages:
-            path = self._set_path(manifest.tick) / f"stage-{entry.stage}.bin"
-            try:
-                data = path.read_bytes()
-            except OSError as error:
-                raise InputError(f"{path} cannot be read: {error.strerror}") from None
-            if len(data) != entry.size:
-                raise InputError(f"{path} is truncated: {len(data)} of {entry.size} bytes")
-            if hashlib.blake2b(data, digest_size=32).hexdigest() != entry.hash:
-                raise InputError(f"{path} is damaged: its hash is not the manifest's {entry.hash[:12]}")
-            result[entry.stage] = data
-        return result
+        return {e.stage: self._snapshot(e) for e in manifest.stages}
+
+    def _snapshot(self, entry: StageFile) -> bytes:
+        path = self.blobs.path(entry.hash)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise InputError(f"{path} (stage {entry.stage}) cannot be read: {error.strerror}") from None
+        if len(data) != entry.size:
+            raise InputError(f"{path} (stage {entry.stage}) is truncated: {len(data)} of {entry.size} bytes")
+        if hashlib.blake2b(data, digest_size=32).hexdigest() != entry.hash:
+            raise InputError(f"{path} (stage {entry.stage}) is damaged: its bytes do not match its name")
+        return data
+
+    def _manifest_at(self, tick: int) -> Manifest:
+        return self._read(self._set_path(tick), Manifest)
 
     def _set_path(self, tick: int) -> Path:
-        return self.root / "state" / f"{tick:09d}"
+        return self.root / "state" / f"{tick:09d}.json"
 
     @staticmethod
     def _read(path: Path, kind: type[T]) -> T:

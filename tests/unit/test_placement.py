@@ -114,10 +114,10 @@ def test_a_lost_peers_stage_goes_to_a_spare_then_beside_another() -> None:
     costs, hosts = atoms(1, 1), offers(5.0, 5.0, 1.0)
     plan = make_plan(costs, hosts, PlanRequest(base=BASE, stages=2))
     first = rehost(plan, frozenset({"peer1"}), costs, hosts, 7.0)
-    assert [(p.peer, p.incarnation) for p in first.placement] == [("peer0", 0), ("peer0", 1)]  # still sooner than 1.0
+    assert [(p.peer, p.incarnation) for p in first.placement] == [("peer0", 1), ("peer0", 2)]  # still sooner than 1.0
     hosts[2] = DeviceOffer(peer="peer2", flops_per_s=5.0, memory_bytes=ROOM)
     second = rehost(plan, frozenset({"peer1"}), costs, hosts, 7.0)
-    assert [(p.peer, p.incarnation) for p in second.placement] == [("peer0", 0), ("peer2", 1)]
+    assert [(p.peer, p.incarnation) for p in second.placement] == [("peer0", 1), ("peer2", 2)]
     assert second.numerics == plan.numerics and second.number == plan.number + 1
     assert "peer1 was lost" in second.reasons[-1]
 

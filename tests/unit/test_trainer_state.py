@@ -11,6 +11,7 @@ import pytest
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import NumericLogEntry, Numerics
 from fusion_p2p.settings import OptimizerSpec
+from peer.errors import BlobError
 from peer.protocol import RunSpec, Signed
 from peer.trainer_state import Manifest, Progress, RunFolder, StageFile
 
@@ -53,7 +54,9 @@ def save(folder: RunFolder, tick: int, *, run: str = "ab" * 16) -> Manifest:
         stages=tuple(StageFile(stage=k, hash=digest(d), size=len(d)) for k, d in data.items()),
         data_state=b"\x00position",
     )
-    folder.save_set(manifest, data)
+    for snapshot in data.values():
+        folder.blobs.put(snapshot)
+    folder.save_set(manifest)
     return manifest
 
 
@@ -78,27 +81,26 @@ def test_two_newest_sets_are_kept(tmp_path: Path) -> None:
     assert not [p for p in tmp_path.rglob("*") if p.name.endswith(".part")]
 
 
-def test_an_unfinished_set_does_not_count(tmp_path: Path) -> None:
+def test_blobs_of_forgotten_sets_go(tmp_path: Path) -> None:
     folder = new_folder(tmp_path)
-    save(folder, 4)
-    (tmp_path / "state" / "000000008").mkdir()
-    (tmp_path / "state" / ".000000009.part").mkdir()
-    assert folder.sets() == [4]
+    for tick in (1, 2, 3):
+        save(folder, tick)
+    assert folder.blobs.hashes() == {e.hash for tick in (2, 3) for e in folder.manifest(tick).stages}
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
     folder = new_folder(tmp_path)
     manifest = save(folder, 4)
-    path = tmp_path / "state" / "000000004" / "stage-1.bin"
+    path = folder.blobs.path(manifest.stages[1].hash)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    with pytest.raises(InputError, match=r"stage-1\.bin is truncated: 11 of 12 bytes"):
+    with pytest.raises(InputError, match=r"stage 1\) is truncated: 11 of 12 bytes"):
         folder.snapshots(manifest)
     path.write_bytes(b"x" * len(whole))
-    with pytest.raises(InputError, match=r"stage-1\.bin is damaged"):
+    with pytest.raises(InputError, match=r"stage 1\) is damaged"):
         folder.snapshots(manifest)
     path.unlink()
-    with pytest.raises(InputError, match=r"stage-1\.bin cannot be read"):
+    with pytest.raises(InputError, match=r"stage 1\) cannot be read"):
         folder.snapshots(manifest)
     (tmp_path / "opdag.json").write_bytes(b"{}")
     with pytest.raises(InputError, match="another run"):
@@ -112,11 +114,12 @@ def test_a_set_of_another_run_is_refused(tmp_path: Path) -> None:
         folder.manifest()
 
 
-def test_bytes_that_do_not_match_never_become_a_set(tmp_path: Path) -> None:
+def test_a_set_without_its_blobs_is_none(tmp_path: Path) -> None:
     folder = new_folder(tmp_path)
     manifest = save(folder, 4)
-    with pytest.raises(InputError, match="does not match its hash"):
-        folder.save_set(msgspec.structs.replace(manifest, tick=5), {0: b"", 1: b""})
+    folder.blobs.delete(manifest.stages[0].hash)
+    with pytest.raises(BlobError, match="stage 0's snapshot at tick 5"):
+        folder.save_set(msgspec.structs.replace(manifest, tick=5))
     assert folder.sets() == [4]
 
 

@@ -1,0 +1,264 @@
+"""The volunteers that host a run's stages: hello, signed offers, refusals, who is connected to whom.
+
+A refusal is an answer like any other: the plan is made again with what it says (less memory, or without that peer).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from dht.errors import DhtError
+from dht.transport import Transport
+from fusion_p2p.errors import InputError
+from fusion_p2p.frame import TRAINER
+from fusion_p2p.ir import OpDag
+from fusion_p2p.plan import Plan, StagePlacement
+from fusion_p2p.workload import Atom
+from peer.errors import RefusedError
+from peer.placement import DeviceOffer, PlanRequest, make_plan, stage_bytes
+from peer.protocol import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Assignment,
+    BlobRef,
+    Connect,
+    Drop,
+    Endpoint,
+    Hello,
+    RunSpec,
+    SessionCert,
+    Signed,
+    StageFault,
+    StageOffer,
+    StageStatus,
+)
+from peer.signing import new_session_key, public_bytes, sign
+from peer.trainer_host import Host, HostLost
+
+CERT_S = 24 * 3600.0
+MAX_PLANS = 16  # plans tried before a run gives up on volunteers that refuse
+MEMORY_MARGIN = 0.95
+Spawn = Callable[[Coroutine[Any, Any, None]], object]
+Lost = Callable[[str, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """`needed` and `cap` in bytes where memory was the reason."""
+
+    placement: StagePlacement
+    reason: str
+    needed: int = 0
+    cap: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """Who speaks: the run, its owner, and this session's epoch."""
+
+    signed_spec: Signed
+    spec: RunSpec
+    owner_key: Ed25519PrivateKey
+    epoch: int
+    clock: Callable[[], float]
+
+
+class Assembly:
+    """`on_lost(peer, reason)` is called once per volunteer that had a stage and is gone."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        session: Session,
+        dag: OpDag,
+        *,
+        spawn: Spawn,
+        on_lost: Lost,
+        on_fault: Callable[[str, StageFault], None],
+        on_status: Callable[[StageStatus], None],
+    ) -> None:
+        self._transport, self._session = transport, session
+        self._opdag, self._opdag_hash = dag.to_bytes(), dag.hash
+        self._spawn, self._on_lost, self._on_fault, self._on_status = spawn, on_lost, on_fault, on_status
+        self._session_key = new_session_key()
+        self._hosts: dict[str, Host] = {}
+        self._accepted: dict[int, tuple[StagePlacement, Accepted]] = {}
+        self.addresses: Mapping[str, tuple[str, ...]] = {}
+        self.me = Endpoint(stage=TRAINER, peer=transport.peer_id, endpoint=secrets.token_hex(16), incarnation=0)
+
+    async def assemble(
+        self,
+        atoms: Sequence[Atom],
+        offers: Sequence[DeviceOffer],
+        request: PlanRequest,
+        states: Callable[[Plan], Mapping[int, BlobRef]],
+        first_tick: int,
+        on_refusal: Callable[[Refusal], None],
+    ) -> Plan:
+        """A plan whose every stage has been accepted. InputError when what is left of the swarm cannot host it."""
+        last = ""
+        for number in range(request.number, request.number + MAX_PLANS):
+            try:
+                plan = make_plan(atoms, offers, replace(request, number=number))
+            except InputError as error:
+                raise InputError(f"{error}{f' (after a refusal: {last})' if last else ''}") from None
+            refusals = await self.place(plan, range(plan.numerics.stages), states(plan), first_tick)
+            if not refusals:
+                return plan
+            await self._drop(self._accepted, "the plan changed")
+            for refusal in refusals:
+                on_refusal(refusal)
+                last = refusal.reason
+                offers = _after_refusal(offers, refusal, plan, atoms, request)
+        raise InputError(f"no plan found after {MAX_PLANS} tries; the last refusal was: {last}")
+
+    async def place(
+        self, plan: Plan, stages: Iterable[int], states: Mapping[int, BlobRef], first_tick: int
+    ) -> list[Refusal]:
+        """Offer these stages to their hosts, all peers at once; what was refused."""
+        by_peer: dict[str, list[StagePlacement]] = {}
+        for stage in stages:
+            placement = plan.host(stage)
+            by_peer.setdefault(placement.peer, []).append(placement)
+
+        async def on_peer(peer: str, placements: list[StagePlacement]) -> list[Refusal]:
+            for p in placements:
+                try:
+                    host = await self._host(peer)
+                    offer = self._offer(plan, p, host, states[p.stage], first_tick)
+                    self._accepted[p.stage] = p, await host.offer(offer, p.stage)
+                except RefusedError as error:
+                    return [Refusal(p, str(error), error.needed, error.cap)]
+                except (HostLost, DhtError) as error:
+                    return [Refusal(p, str(error))]
+            return []
+
+        answers = await asyncio.gather(*(on_peer(peer, ps) for peer, ps in by_peer.items()))
+        return [refusal for refusals in answers for refusal in refusals]
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Where every stage and the trainer live now."""
+        stages = (
+            Endpoint(
+                stage=k,
+                peer=p.peer,
+                endpoint=accepted.endpoint,
+                incarnation=accepted.incarnation,
+                addresses=self.addresses.get(p.peer, ()),
+            )
+            for k, (p, accepted) in sorted(self._accepted.items())
+        )
+        return (self.me, *stages)
+
+    async def connect(self, plan: Plan) -> None:
+        """Tell every host where the others live."""
+        endpoints, run = self.endpoints(), self._session.spec.run
+        for k, (p, _) in sorted(self._accepted.items()):
+            message = Connect(run=run, plan=plan.number, stage=k, endpoints=endpoints)
+            await self._hosts[p.peer].send(message)
+
+    def host(self, peer: str) -> Host:
+        """The open link to a host of this plan; HostLost if it is gone."""
+        if peer not in self._hosts:
+            raise HostLost(peer, "gone")
+        return self._hosts[peer]
+
+    def forget(self, stages: Iterable[int]) -> None:
+        for stage in stages:
+            self._accepted.pop(stage, None)
+
+    async def leave(self, reason: str) -> None:
+        """Drop every stage and close every link."""
+        run, hosts = self._session.spec.run, list(self._hosts.items())
+        self._hosts.clear()
+        by_peer: dict[str, list[int]] = {}
+        for k, (p, _) in self._accepted.items():
+            by_peer.setdefault(p.peer, []).append(k)
+        await asyncio.gather(*(host.leave(run, tuple(by_peer.get(peer, ())), reason) for peer, host in hosts))
+
+    async def _host(self, peer: str) -> Host:
+        if peer in self._hosts:
+            return self._hosts[peer]
+        await self._transport.connect(peer, self.addresses.get(peer, ()))
+        host = Host(self._transport, peer, on_status=self._on_status, on_fault=self._on_fault)
+        try:
+            await host.open(self._hello())
+        except BaseException:
+            host.close("not admitted")
+            raise
+        self._hosts[peer] = host
+        self._spawn(self._watch(host))
+        return host
+
+    async def _watch(self, host: Host) -> None:
+        try:
+            await host.serve()
+        except HostLost as lost:
+            if self._hosts.get(host.peer) is host:
+                del self._hosts[host.peer]
+                host.close(lost.reason)
+                self._on_lost(host.peer, lost.reason)
+
+    def _hello(self) -> Hello:
+        s = self._session
+        cert = SessionCert(
+            run=s.spec.run,
+            session_key=public_bytes(self._session_key),
+            trainer_peer=self._transport.peer_id,
+            epoch=s.epoch,
+            expires=s.clock() + CERT_S,
+        )
+        return Hello(version=PROTOCOL_VERSION, spec=s.signed_spec, cert=sign(cert, s.owner_key))
+
+    def _offer(self, plan: Plan, p: StagePlacement, host: Host, state: BlobRef, first_tick: int) -> StageOffer:
+        s = self._session
+        assignment = Assignment(
+            run=s.spec.run,
+            epoch=s.epoch,
+            plan=plan.number,
+            stage=p.stage,
+            replica=p.replica,
+            incarnation=p.incarnation,
+            opdag_hash=self._opdag_hash,
+            target_peer=p.peer,
+            device=p.device,
+            expires=s.clock() + CERT_S,
+        )
+        known = host.welcome is not None and self._opdag_hash in host.welcome.have_opdags
+        return StageOffer(
+            assignment=sign(assignment, self._session_key),
+            numerics=plan.numerics,
+            window=p.window,
+            opdag=b"" if known else self._opdag,
+            state=state,
+            first_tick=first_tick,
+        )
+
+    async def _drop(self, stages: Mapping[int, tuple[StagePlacement, Accepted]], reason: str) -> None:
+        run = self._session.spec.run
+        for k, (p, _) in list(stages.items()):
+            if p.peer in self._hosts:
+                with_host = self._hosts[p.peer]
+                try:
+                    await with_host.send(Drop(run=run, stage=k, reason=reason))
+                except HostLost:
+                    continue
+        self.forget(list(stages))
+
+
+def _after_refusal(
+    offers: Sequence[DeviceOffer], refusal: Refusal, plan: Plan, atoms: Sequence[Atom], request: PlanRequest
+) -> list[DeviceOffer]:
+    """The offers as the refusal corrects them: memory on the scale of our estimate, or without the peer."""
+    p = refusal.placement
+    if not refusal.cap or not refusal.needed:
+        return [o for o in offers if o.peer != p.peer]
+    estimate = stage_bytes(plan, p.stage, atoms, request.state_factor)
+    room = int(MEMORY_MARGIN * estimate * refusal.cap / refusal.needed)
+    return [replace(o, memory_bytes=room) if (o.peer, o.device) == (p.peer, p.device) else o for o in offers]

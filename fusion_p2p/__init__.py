@@ -1,0 +1,43 @@
+"""Train any PyTorch model on a network of volunteers. Names resolve on first use, so that importing costs nothing."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fusion_p2p.capture import capture
+    from fusion_p2p.pipeline import LocalPipeline
+    from fusion_p2p.schedules import SGD, AdamW, Constant, Cosine, Linear
+    from fusion_p2p.split import split
+
+    Run: Any
+    LocalSwarm: Any
+
+_WHERE = {
+    "capture": "fusion_p2p.capture",
+    "split": "fusion_p2p.split",
+    "LocalPipeline": "fusion_p2p.pipeline",
+    "Run": "peer.api",
+    "LocalSwarm": "peer.api",
+    "AdamW": "fusion_p2p.schedules",
+    "SGD": "fusion_p2p.schedules",
+    "Cosine": "fusion_p2p.schedules",
+    "Linear": "fusion_p2p.schedules",
+    "Constant": "fusion_p2p.schedules",
+}
+
+__all__ = ["SGD", "AdamW", "Constant", "Cosine", "Linear", "LocalPipeline", "LocalSwarm", "Run", "capture", "split"]
+
+
+def __getattr__(name: str) -> Any:
+    module = _WHERE.get(name)
+    if module is None:
+        raise AttributeError(f"module 'fusion_p2p' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -66,23 +66,8 @@ def pb() -> types.SimpleNamespace:
     _prepare()
     module = importlib.import_module("hivemind.proto.p2pd_pb2")
     decode_error = importlib.import_module("google.protobuf.message").DecodeError
-    request, response = module.Request, module.Response
-    names = (
-        "IDENTIFY",
-        "CONNECT",
-        "STREAM_OPEN",
-        "STREAM_HANDLER",
-        "REMOVE_STREAM_HANDLER",
-        "LIST_PEERS",
-        "DISCONNECT",
-    )
     return types.SimpleNamespace(
-        Request=request,
-        Response=response,
-        StreamInfo=module.StreamInfo,
-        DecodeError=decode_error,
-        ERROR=response.ERROR,
-        **{name: getattr(request, name) for name in names},
+        Request=module.Request, Response=module.Response, StreamInfo=module.StreamInfo, DecodeError=decode_error
     )
 
 

@@ -118,13 +118,13 @@ class ControlClient:
     async def identify(self, *, timeout_s: float = 5.0) -> tuple[str, tuple[str, ...]]:
         """(peer id, the addresses it listens at and those others report seeing)."""
         async with self._errors("asking p2pd for its identity", timeout_s):
-            response = await self._call(pb().Request(type=pb().IDENTIFY))
+            response = await self._call(pb().Request(type=pb().Request.IDENTIFY))
         _raise_if_failed(response, "asking p2pd for its identity")
         return peer_id_text(response.identify.id), tuple(addresses.from_bytes(a) for a in response.identify.addrs)
 
     async def connect(self, peer_id: str, transports: tuple[str, ...], *, timeout_s: float) -> None:
         what = f"connecting to peer {peer_id}"
-        request = pb().Request(type=pb().CONNECT)
+        request = pb().Request(type=pb().Request.CONNECT)
         request.connect.peer = peer_id_bytes(peer_id)
         request.connect.addrs.extend(addresses.to_bytes(a) for a in transports)
         request.connect.timeout = max(1, round(timeout_s))
@@ -135,7 +135,7 @@ class ControlClient:
     async def list_peers(self, *, timeout_s: float = 5.0) -> dict[str, tuple[str, ...]]:
         """Connected peers and the addresses of their connections. Peers without an Ed25519 id are left out."""
         async with self._errors("listing connected peers", timeout_s):
-            response = await self._call(pb().Request(type=pb().LIST_PEERS))
+            response = await self._call(pb().Request(type=pb().Request.LIST_PEERS))
         _raise_if_failed(response, "listing connected peers")
         found: dict[str, tuple[str, ...]] = {}
         for peer in response.peers:
@@ -146,7 +146,7 @@ class ControlClient:
         return found
 
     async def disconnect(self, peer_id: str, *, timeout_s: float = 5.0) -> None:
-        request = pb().Request(type=pb().DISCONNECT)
+        request = pb().Request(type=pb().Request.DISCONNECT)
         request.disconnect.peer = peer_id_bytes(peer_id)
         async with self._errors(f"disconnecting from peer {peer_id}", timeout_s):
             response = await self._call(request)
@@ -154,7 +154,7 @@ class ControlClient:
 
     async def open_stream(self, peer_id: str, protocol: str, *, timeout_s: float) -> Stream:
         what = f"opening {protocol} at peer {peer_id}"
-        request = pb().Request(type=pb().STREAM_OPEN)
+        request = pb().Request(type=pb().Request.STREAM_OPEN)
         request.streamOpen.peer = peer_id_bytes(peer_id)
         request.streamOpen.proto.append(protocol)
         request.streamOpen.timeout = max(1, round(timeout_s))
@@ -169,7 +169,7 @@ class ControlClient:
 
     async def serve(self, protocol: str, listener: Path, *, timeout_s: float) -> None:
         """Have p2pd pass incoming streams of `protocol` to the unix socket `listener`."""
-        request = pb().Request(type=pb().STREAM_HANDLER)
+        request = pb().Request(type=pb().Request.STREAM_HANDLER)
         request.streamHandler.addr = _unix_address_bytes(listener)
         request.streamHandler.proto.append(protocol)
         request.streamHandler.balanced = False
@@ -178,16 +178,23 @@ class ControlClient:
         _raise_if_failed(response, f"serving {protocol}")
 
     async def stop_serving(self, protocol: str, listener: Path, *, timeout_s: float) -> None:
-        request = pb().Request(type=pb().REMOVE_STREAM_HANDLER)
+        request = pb().Request(type=pb().Request.REMOVE_STREAM_HANDLER)
         request.removeStreamHandler.addr = _unix_address_bytes(listener)
         request.removeStreamHandler.proto.append(protocol)
         async with self._errors(f"ending service of {protocol}", timeout_s):
             response = await self._call(request)
         _raise_if_failed(response, f"ending service of {protocol}")
 
+    async def hold(self, *, timeout_s: float = 5.0) -> asyncio.StreamWriter:
+        """A persistent connection that is not used; p2pd lives on while at least one is open."""
+        async with self._errors("holding p2pd", timeout_s):
+            response, _, writer = await self._request(pb().Request(type=pb().Request.PERSISTENT_CONN_UPGRADE))
+        _raise_if_failed(response, "holding p2pd")
+        return writer
+
     async def watch(self, *, interval_s: float = 2.0, timeout_s: float = 10.0) -> str:
         """Returns, with the reason, when p2pd's control socket closes or an IDENTIFY goes unanswered."""
-        raw = pb().Request(type=pb().IDENTIFY).SerializeToString()
+        raw = pb().Request(type=pb().Request.IDENTIFY).SerializeToString()
         try:
             async with asyncio.timeout(timeout_s):
                 reader, writer = await _connect(self.path)
@@ -213,7 +220,7 @@ class ControlClient:
 
 
 def _raise_if_failed(response: Any, what: str, peer_id: str = "") -> None:
-    if response.type != pb().ERROR:
+    if response.type != pb().Response.ERROR:
         return
     reason = " ".join(response.error.msg.split())[:300]
     if "protocol not supported" in reason or "protocols not supported" in reason:

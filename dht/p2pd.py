@@ -123,6 +123,7 @@ class P2pd:
 
     def __init__(self, process: subprocess.Popen[bytes], client: ControlClient) -> None:
         self.process, self.client = process, client
+        self._hold: asyncio.StreamWriter | None = None
         self.lines: collections.deque[str] = collections.deque(maxlen=50)
         self._drain = asyncio.create_task(self._drain_output(), name="p2pd output")
 
@@ -151,7 +152,8 @@ class P2pd:
         delay_s = 0.005
         while not self._drain.done():
             with contextlib.suppress(TransportError):
-                await self.client.identify(timeout_s=5.0)
+                # p2pd ends when its last persistent connection (a board's) closes: this one stays.
+                self._hold = await self.client.hold(timeout_s=5.0)
                 return
             await asyncio.sleep(delay_s)
             delay_s = min(0.1, delay_s * 1.5)
@@ -196,6 +198,8 @@ class P2pd:
 
     async def stop(self) -> None:
         """Ends it: SIGTERM, after 2 s SIGKILL. Idempotent."""
+        if self._hold is not None:
+            self._hold.close()
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -216,7 +220,6 @@ def _arguments(config: P2pdConfig, control: Path) -> list[str]:
         f"-id={config.identity_path}",
         "-dhtServer=1" if config.dht_server else "-dhtClient=1",
         "-connManager=1",
-        "-idleTimeout=87600h",  # by default p2pd ends when its last persistent connection, a board's, closes
         "-tls=1",
         f"-natPortMap={on}",
         f"-autonat={on}",

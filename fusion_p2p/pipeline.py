@@ -1,0 +1,137 @@
+"""All stages of a run in this process: the same `Stage` as in the swarm, frames handed over directly."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fusion_p2p.capture import Captured
+from fusion_p2p.errors import FusionError, InputError
+from fusion_p2p.frame import TRAINER, Frame, Kind, StepHeader
+from fusion_p2p.plan import LinkCodec, Numerics
+from fusion_p2p.release import Parts, cut_batch, release
+from fusion_p2p.settings import OptimizerSpec
+from fusion_p2p.snapshot import initial_state, weights, weights_blake2b
+from fusion_p2p.split import split
+from fusion_p2p.stage import Stage
+
+_LOSS = struct.Struct("<f")
+
+
+class LocalPipeline:
+    """Trains `captured` over the stages that `cuts` (atom positions, see `split`) make; also plays the trainer.
+
+    A batch has the structure of the captured example, with at most `micro_batches` x `micro_batch_size` samples.
+    The model's own tensors are copied, not changed. `on_frame` sees every frame between stages.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        *,
+        optimizer: OptimizerSpec,
+        micro_batches: int,
+        micro_batch_size: int,
+        cuts: Sequence[int] = (),
+        codecs: Sequence[LinkCodec] = (),
+        seed: int = 0,
+        dtype: str = "float32",
+        recompute: bool = False,
+        device: str = "cpu",
+        on_frame: Callable[[Frame], None] | None = None,
+    ) -> None:
+        self._captured, self._dag, self._on_frame = captured, captured.opdag, on_frame
+        self._numerics = Numerics(
+            cuts=tuple(cuts),
+            codecs=tuple(codecs),
+            micro_batches=micro_batches,
+            micro_batch_size=micro_batch_size,
+            dtype=dtype,
+            recompute=recompute,
+        )
+        self.programs = split(self._dag, cuts)
+        self.stages = [
+            Stage(
+                p,
+                self._dag,
+                self._numerics,
+                optimizer,
+                seed,
+                initial_state(captured.state, p),
+                window=p.stages - p.stage,
+                device=device,
+            )
+            for p in self.programs
+        ]
+        self.step = 0
+        self._tick = 0
+
+    def train_step(self, batch: Any) -> float:
+        """One optimizer step; the mean loss over the batch before it."""
+        loss = self._run(batch, training=True)
+        self.step += 1
+        return loss
+
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        """Mean loss over all samples, in eval mode; changes nothing."""
+        total, samples = 0.0, 0
+        for batch in batches:
+            sizes, _ = self._cut(batch)
+            total += self._run(batch, training=False) * sum(sizes)
+            samples += sum(sizes)
+        if not samples:
+            raise InputError("evaluate got no batches; pass at least one")
+        return total / samples
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of all persistent parameters and buffers, tied names too: loads with strict=True."""
+        held = self._weights()
+        hidden = {b.name for b in self._dag.buffers if not b.persistent}
+        held.update((alias, held[name]) for alias, name in self._dag.aliases.items())
+        return {n: t for n, t in held.items() if n not in hidden and self._dag.aliases.get(n) not in hidden}
+
+    def weights_blake2b(self) -> str:
+        """Hash of every parameter and buffer (see `snapshot.weights_blake2b`)."""
+        return weights_blake2b(self._weights())
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return weights(stage.snapshot() for stage in self.stages)
+
+    def _cut(self, batch: Any) -> tuple[tuple[int, ...], Parts]:
+        return cut_batch(self._dag, self._captured.feed(batch), self._numerics.micro_batch_size)
+
+    def _run(self, batch: Any, *, training: bool) -> float:
+        """Deliver frames until every stage has reported."""
+        sizes, parts = self._cut(batch)
+        if training and len(sizes) > self._numerics.micro_batches:
+            most = self._numerics.micro_batches * self._numerics.micro_batch_size
+            raise InputError(f"the batch has {sum(sizes)} samples, the pipeline takes {most} a step")
+        for frame in release(self._dag, self.programs, self._tick, StepHeader(training, self.step, sizes), parts):
+            self.stages[frame.dst].offer(frame)
+        losses: dict[int, float] = {}
+        reports = 0
+        while reports < len(self.stages):
+            moved = False
+            for stage in self.stages:
+                for frame in (frames := stage.advance()) or ():
+                    if frame.kind is Kind.LOSS:
+                        losses[frame.micro_batch] = _LOSS.unpack(frame.payload)[0]
+                    elif frame.dst == TRAINER:
+                        reports += 1
+                    else:
+                        self._deliver(frame)
+                moved = moved or frames is not None
+            if not moved:
+                raise FusionError(
+                    "; ".join(f"stage {s.program.stage} waits for {s.waiting_for()}" for s in self.stages)
+                )
+        self._tick += 1
+        return sum(losses[m] * size for m, size in enumerate(sizes)) / sum(sizes)
+
+    def _deliver(self, frame: Frame) -> None:
+        if self._on_frame is not None:
+            self._on_frame(frame)
+        self.stages[frame.dst].offer(frame)

@@ -7,8 +7,9 @@ commented file of `fusion-run init`, so the file and this page cannot drift apar
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
@@ -202,8 +203,14 @@ def parse(text: str, source: str = "configuration") -> Config:
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
-        raise InputError(f"{source}: not valid TOML: {e}") from e
+        raise InputError(f"{source}: not valid TOML: {' '.join(str(e).split())}") from e
+    return check(raw, source)
+
+
+def check(raw: Mapping[str, Any], source: str) -> Config:
+    """A configuration from plain data."""
     _refuse_unknown(raw, Config, (), source)
+    _refuse_infinite(raw, (), source)
     try:
         config = msgspec.convert(raw, Config)
     except msgspec.ValidationError as e:
@@ -216,12 +223,7 @@ def replace(config: Config, section: str, **changes: Any) -> Config:
     """A copy with some keys of one section changed, checked like a file."""
     raw = msgspec.to_builtins(config)
     raw[section].update(changes)
-    try:
-        changed = msgspec.convert(raw, Config)
-    except msgspec.ValidationError as e:
-        raise InputError(_explain(str(e), raw)) from e
-    _check_together(changed, section)
-    return changed
+    return check(raw, "command line")
 
 
 def _refuse_unknown(raw: Mapping[str, Any], section: type[Section], path: tuple[str, ...], source: str) -> None:
@@ -235,6 +237,17 @@ def _refuse_unknown(raw: Mapping[str, Any], section: type[Section], path: tuple[
             if not isinstance(value, Mapping):
                 raise InputError(f"{source}: {'.'.join(here)} is a table: write [{'.'.join(here)}]")
             _refuse_unknown(value, kind, here, source)
+
+
+def _refuse_infinite(value: Any, path: tuple[str, ...], source: str) -> None:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _refuse_infinite(inner, (*path, key), source)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _refuse_infinite(inner, path, source)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise InputError(f"{source}: {'.'.join(path)} = {value}: give a finite number")
 
 
 def _nearest(key: str, path: tuple[str, ...], hints: Mapping[str, Any]) -> str:
@@ -255,6 +268,8 @@ def _explain(message: str, raw: Mapping[str, Any]) -> str:
     for key in where.replace("[", ".").replace("]", "").split("."):
         if isinstance(value, Mapping):
             value = value.get(key)
+        elif isinstance(value, Sequence) and key.isdecimal():
+            value = value[int(key)]
     return f"{where} = {value!r}: {what[:1].lower()}{what[1:]}" if where else what
 
 

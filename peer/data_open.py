@@ -6,6 +6,8 @@ import ast
 import gzip
 import importlib
 import importlib.util
+import math
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,12 +174,13 @@ def read_idx(path: Path) -> npt.NDArray[np.uint8]:
             head = f.read(4)
             if len(head) < 4 or head[:3] != b"\0\0\x08" or not 1 <= head[3] <= 4:
                 raise InputError(f"{path} is no IDX file of unsigned bytes")
-            shape = tuple(int(n) for n in np.frombuffer(f.read(4 * head[3]), dtype=">u4"))
-            count = int(np.prod(shape, dtype=np.float64)) if len(shape) == head[3] else -1
-            if not 0 < count <= 1 << 33:
+            sizes = f.read(4 * head[3])
+            shape = tuple(int.from_bytes(sizes[i : i + 4], "big") for i in range(0, len(sizes), 4))
+            count = math.prod(shape)
+            if len(sizes) < 4 * head[3] or not 0 < count <= 1 << 33:
                 raise InputError(f"{path} declares the sizes {shape}; download it again")
             data = f.read(count + 1)
-    except (OSError, EOFError) as e:
+    except (OSError, EOFError, zlib.error) as e:
         raise InputError(f"cannot read {path}: {e}") from e
     if len(data) != count:
         raise InputError(f"{path} is truncated: {len(data)} bytes of {count}; download it again")

@@ -64,15 +64,19 @@ def open_tokenizer(choice: str, vocab: int, folder: Path, training_text: str) ->
     if choice == "bytes":
         return BytesTokenizer()
     kept = folder / FILE
-    if not kept.exists():
-        text = _train(training_text, vocab) if choice == "bpe" else _read(Path(choice))
-        write_atomic(kept, text.encode("utf-8"))
-    return FileTokenizer(_parse(kept))
+    if kept.exists():
+        return _parse(_read(kept), kept)
+    text = _train(training_text, vocab) if choice == "bpe" else _read(Path(choice))
+    tokenizer = _parse(text, Path(choice))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(kept, text.encode("utf-8"))
+    return tokenizer
 
 
 def kept_tokenizer(folder: Path) -> TextTokenizer:
     """The tokenizer that a run folder or an export holds; bytes if it holds none."""
-    return FileTokenizer(_parse(folder / FILE)) if (folder / FILE).exists() else BytesTokenizer()
+    path = folder / FILE
+    return _parse(_read(path), path) if path.exists() else BytesTokenizer()
 
 
 def _library() -> type[HfTokenizer]:
@@ -106,12 +110,12 @@ def _read(path: Path) -> str:
         raise InputError(f"data.tokenizer: cannot read {path}: {e}; use bpe, bytes or a tokenizer.json") from e
 
 
-def _parse(path: Path) -> HfTokenizer:
+def _parse(text: str, source: Path) -> FileTokenizer:
     tokenizer_type = _library()
     try:
-        return tokenizer_type.from_file(str(path))
+        return FileTokenizer(tokenizer_type.from_str(text))
     except Exception as e:  # the library raises bare Exception for every kind of malformed file
-        raise InputError(f"{path} is no tokenizer.json: {e}") from e
+        raise InputError(f"{source} is no tokenizer.json: {e}") from e
 
 
 def _chunks(text: str) -> list[str]:

@@ -1,0 +1,290 @@
+"""`fusion-run`: train on a swarm, and look after runs. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from peer.config import Config
+
+EXIT_CODES = """Exit codes: 0 done, 1 a defect of this program or its host, 2 bad input (one line names the fix),
+3 the swarm was lost on the way, 4 paused: a peer was lost and no other could take its stage (resume it),
+130 ended by Ctrl-C."""
+
+app = typer.Typer(
+    help="Train a PyTorch model on a swarm of volunteers.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or the name of one under runs/.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+SwarmOption = Annotated[
+    str | None,
+    typer.Option(metavar="ADDR", help="Address of a peer of the swarm. Default: swarm.address, $FUSION_SWARM, the last "
+                 "swarm joined."),
+]  # fmt: skip
+LocalOption = Annotated[
+    int | None, typer.Option(metavar="N", min=1, max=64, help="Start N volunteer processes here instead of a swarm.")
+]
+StepsOption = Annotated[int | None, typer.Option(metavar="N", min=1, help="Steps in all. Default: run.steps.")]
+MinutesOption = Annotated[
+    float | None, typer.Option(metavar="M", min=0, help="Stop training M minutes from now. Default: run.minutes.")
+]
+ReportOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write losses, times, plan, bytes, events, weights' hash as JSON.")
+]
+NoCompute = Annotated[bool, typer.Option("--no-compute", help="This machine's own device hosts no stage.")]
+RunDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Run folder. Default: run.dir, else runs/NAME under this folder.")
+]
+CheckpointOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="A step-… folder. Default: the run's newest checkpoint.")
+]
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file; fusion-run init writes one.")],
+    swarm: SwarmOption = None,
+    local: LocalOption = None,
+    steps: StepsOption = None,
+    minutes: MinutesOption = None,
+    report: ReportOption = None,
+    no_compute: NoCompute = False,
+    run_dir: RunDir = None,
+) -> None:
+    """Start a run: share the model out, train it, save a checkpoint, show the curve and a sample."""
+    from peer import config as configuration
+    from peer import run_training
+
+    settings = _adjusted(configuration.load(config), swarm, local, steps, minutes, no_compute)
+    _end(run_training.train(settings, run_dir=run_dir, report=report))
+
+
+@app.command()
+def resume(
+    run: Run,
+    swarm: SwarmOption = None,
+    local: LocalOption = None,
+    steps: StepsOption = None,
+    minutes: MinutesOption = None,
+    report: ReportOption = None,
+    no_compute: NoCompute = False,
+) -> None:
+    """Continue a run that was paused, stopped, killed or cut off by a reboot, where it was saved last."""
+    from peer import run_training
+    from peer.run_index import find_run, load_config
+
+    folder = find_run(run)
+    settings = _adjusted(load_config(folder), swarm, local, steps, minutes, no_compute)
+    _end(run_training.resume(settings, folder, report=report))
+
+
+@app.command()
+def fork(
+    run: Run,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file of the new run, with another run.name.")],
+    checkpoint: CheckpointOption = None,
+    swarm: SwarmOption = None,
+    local: LocalOption = None,
+    steps: StepsOption = None,
+    minutes: MinutesOption = None,
+    report: ReportOption = None,
+    no_compute: NoCompute = False,
+    run_dir: RunDir = None,
+) -> None:
+    """Start a new run from another one's checkpoint, with other hyperparameters (a run's own never change)."""
+    from peer import checkpoint as checkpoints
+    from peer import config as configuration
+    from peer import run_training
+    from peer.run_index import find_run
+
+    origin = checkpoints.find(checkpoint or find_run(run))
+    settings = _adjusted(configuration.load(config), swarm, local, steps, minutes, no_compute)
+    _end(run_training.train(settings, run_dir=run_dir, report=report, origin=origin))
+
+
+@app.command("list")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where run folders lie. Default: runs")] = Path(
+        "runs"
+    ),
+    json: Json = False,
+) -> None:
+    """List the runs in a folder: phase, step, loss."""
+    import msgspec
+
+    from peer.run_index import run_folders, summary
+
+    found = [summary(path) for path in run_folders(folder)]
+    if json:
+        _print_json([msgspec.to_builtins(s) for s in found])
+        return
+    print(f"{'run':24} {'phase':12} {'step':>12} {'loss':>9}  folder")
+    for s in found:
+        loss = "" if s.loss is None else f"{s.loss:.4f}"
+        print(f"{s.name:24} {s.phase:12} {f'{s.step}/{s.steps}':>12} {loss:>9}  {s.folder}  {s.reason}".rstrip())
+
+
+@app.command()
+def show(run: Run, json: Json = False) -> None:
+    """Show one run: progress, checkpoints, numeric log, configuration."""
+    from peer.run_index import details, find_run
+
+    shown = details(find_run(run))
+    if json:
+        _print_json(shown)
+        return
+    for key, value in shown.items():
+        if key == "config":
+            for section, keys in value.items():
+                for name, setting in keys.items():
+                    print(f"{section + '.' + name:28} {setting}")
+        elif key == "checkpoints":
+            for c in value:
+                print(f"{'checkpoint':28} {c['path']}  step {c['step']}  {c['bytes']:,} bytes")
+        elif key == "numeric_log":
+            for entry in value:
+                print(f"{'numerics from step ' + str(entry['first_step']):28} {entry['numerics']}  {entry['reason']}")
+        else:
+            print(f"{key:28} {value}")
+
+
+@app.command()
+def stop(run: Run) -> None:
+    """End a run after the present step: checkpoint, curve and sample, as at its last step."""
+    _request(run, "stop")
+
+
+@app.command()
+def pause(run: Run) -> None:
+    """Save a run after the present step and end its trainer; `fusion-run resume` continues it."""
+    _request(run, "pause")
+
+
+@app.command("eval")
+def evaluate(run: Run, checkpoint: CheckpointOption = None, json: Json = False) -> None:
+    """Evaluate a checkpoint on the held-out data, on this machine."""
+    from peer.run_index import find_run
+    from peer.run_inspect import evaluate as evaluate_run
+
+    result = evaluate_run(find_run(run), checkpoint)
+    if json:
+        _print_json(result)
+        return
+    for key, value in result.items():
+        print(f"{key:16} {value}")
+
+
+@app.command()
+def sample(
+    run: Run,
+    prompt: Annotated[str, typer.Option(help="Text to go on from. Default: a new line.")] = "\n",
+    tokens: Annotated[int, typer.Option(min=1, max=100_000, help="Tokens to draw.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0, max=10, help="0: always the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw among so many likeliest tokens; 0: all.")] = 40,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same text.")] = 0,
+    checkpoint: CheckpointOption = None,
+) -> None:
+    """Print text drawn from a checkpoint."""
+    from peer.run_index import find_run
+    from peer.run_inspect import sample as sample_run
+
+    print(
+        sample_run(
+            find_run(run), checkpoint, prompt=prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
+        )
+    )
+
+
+@app.command()
+def export(
+    run: Run,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for config.json, model.safetensors, …")],
+    checkpoint: CheckpointOption = None,
+) -> None:
+    """Write a checkpoint as a folder that transformers' from_pretrained loads."""
+    from peer.run_index import find_run
+    from peer.run_inspect import export as export_run
+
+    print(f"{out}: {', '.join(export_run(find_run(run), checkpoint, out))}")
+
+
+@app.command()
+def init(preset: Annotated[str, typer.Argument(metavar="gpt2|resnet", help="Kind of model.")]) -> None:
+    """Print a commented configuration: fusion-run init gpt2 > gpt2.toml"""
+    from peer.config_text import render
+
+    print(render(preset), end="")
+
+
+def _adjusted(
+    config: Config, swarm: str | None, local: int | None, steps: int | None, minutes: float | None, no_compute: bool
+) -> Config:
+    """The configuration with the command line's changes."""
+    from fusion_p2p.errors import InputError
+    from peer.config import replace
+
+    if swarm is not None and local is not None:
+        raise InputError("--swarm and --local exclude each other; give one of them")
+    changes: dict[str, dict[str, Any]] = {"swarm": {}, "run": {}}
+    if swarm is not None:
+        changes["swarm"] |= {"address": swarm, "local": 0}
+    if local is not None:
+        changes["swarm"] |= {"local": local, "address": ""}
+    if no_compute:
+        changes["swarm"]["compute"] = False
+    if steps is not None:
+        changes["run"]["steps"] = steps
+    if minutes is not None:
+        changes["run"]["minutes"] = minutes
+    for section, values in changes.items():
+        if values:
+            config = replace(config, section, **values)
+    return config
+
+
+def _request(run: str, command: Any) -> None:
+    from peer.run_control import ask
+    from peer.run_index import find_run
+
+    answer = ask(find_run(run), command)
+    print(f"{command} noted by the trainer (process {answer.pid}): {answer.text}")
+
+
+def _print_json(value: Any) -> None:
+    import json
+
+    print(json.dumps(value, indent=1))
+
+
+def _end(code: int) -> NoReturn:
+    raise typer.Exit(code)
+
+
+def main() -> NoReturn:
+    """Errors that users can mend are one line on stderr; anything else keeps its traceback."""
+    from dht.errors import DhtError
+    from fusion_p2p.errors import FusionError
+
+    try:
+        app(prog_name="fusion-run")
+    except (FusionError, DhtError) as error:
+        print(f"fusion-run: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("fusion-run: ended by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

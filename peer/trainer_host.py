@@ -49,6 +49,12 @@ class HostLost(PeerError):
         self.peer, self.reason = peer, reason
 
 
+class RunPaused(PeerError):
+    """The run cannot go on now; what the trainer has is saved. Exit code 4."""
+
+    exit_code = 4
+
+
 class Host:
     """One volunteer. `serve` runs until the link ends and always ends by raising HostLost (or by cancellation)."""
 

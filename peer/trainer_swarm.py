@@ -1,0 +1,112 @@
+"""The swarm as a trainer sees it: devices on offer, and its own run on the board."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from dht import records
+from dht.identity import Identity
+from dht.node import Board
+from dht.records import Delegation, PeerRecord, RunRecord, Signer
+from fusion_p2p.errors import InputError
+from fusion_p2p.plan import Plan
+from peer.placement import DeviceOffer
+
+_LOOK_S = 0.5  # between looks at the board while volunteers are awaited
+_LINKS_PER_PART, _STAGES_PER_PART, _PARTS = 40, 24, 64
+
+
+class Swarm:
+    """`allow_peers`: only these may be given stages; empty: any."""
+
+    def __init__(self, board: Board, *, allow_peers: Sequence[str] = ()) -> None:
+        self._board, self._allowed = board, frozenset(allow_peers)
+        self.addresses: dict[str, tuple[str, ...]] = {}
+
+    async def offers(self) -> list[DeviceOffer]:
+        """Every device of every free or busy peer that may be asked, by peer id."""
+        found = []
+        for record in await self._board.peers():
+            if record.state in ("left", "paused") or (self._allowed and record.peer not in self._allowed):
+                continue
+            self.addresses[record.peer] = record.addresses
+            found += _offers_of(record)
+        return found
+
+    async def wait_for(
+        self, peers: int, timeout_s: float, without: frozenset[str], seen: Callable[[int], None]
+    ) -> list[DeviceOffer]:
+        """The offers once `peers` peers are there, or after `timeout_s` if there is one at least.
+
+        `seen` is called with their number whenever it changes. InputError if nobody came.
+        """
+        count, offers = -1, list[DeviceOffer]()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while count < peers:
+                    offers = [o for o in await self.offers() if o.peer not in without]
+                    present = len({o.peer for o in offers})
+                    if present != count:
+                        count = present
+                        seen(count)
+                    if count < peers:
+                        await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            if not offers:
+                raise InputError(
+                    f"no volunteer came within {timeout_s:.0f} s; start one with: fusion-peer join ADDRESS"
+                ) from None
+        return offers
+
+    def publish(self, record: RunRecord, plan: Plan | None, sent: dict[str, int], signer: Signer) -> None:
+        """Progress, and who hosts what, onto the board."""
+        self._board.publish(record, signer)
+        if plan is None:
+            return
+        hosts = [
+            records.StageHost(stage=p.stage, replica=p.replica, peer=p.peer, device=p.device) for p in plan.placement
+        ]
+        for part, start in enumerate(range(0, len(hosts), _STAGES_PER_PART)):
+            stages = tuple(hosts[start : start + _STAGES_PER_PART])
+            self._board.publish(
+                records.RunStages(run=record.run, owner=record.owner, part=part, plan=plan.number, stages=stages),
+                signer,
+            )
+        codecs = {(c.src, c.dst): c.codec for c in plan.numerics.codecs}
+        links = [_link(key, count, codecs) for key, count in sorted(sent.items())]
+        for part, start in enumerate(range(0, min(len(links), _PARTS * _LINKS_PER_PART), _LINKS_PER_PART)):
+            some = tuple(links[start : start + _LINKS_PER_PART])
+            sent_part = records.RunLinks(run=record.run, owner=record.owner, part=part, plan=plan.number, links=some)
+            self._board.publish(sent_part, signer)
+
+    async def flush(self) -> None:
+        await self._board.flush()
+
+    def now(self) -> float:
+        return self._board.clock.now()
+
+
+def signer_for(owner: Identity, run: str, session: Identity, expires: float) -> Signer:
+    """Records of `run` signed by the session key that its owner delegated to."""
+    return Signer(session, Delegation.sign(owner, run, session.public_key, expires))
+
+
+def _offers_of(record: PeerRecord) -> list[DeviceOffer]:
+    counts: dict[str, int] = {}
+    offers = []
+    for d in record.devices:
+        index = counts.get(d.kind, 0)
+        counts[d.kind] = index + 1
+        name = d.kind if d.kind == "cpu" else f"{d.kind}:{index}"
+        if d.flops_per_s > 0 and d.free_bytes > 0:
+            offers.append(
+                DeviceOffer(peer=record.peer, device=name, flops_per_s=d.flops_per_s, memory_bytes=d.free_bytes)
+            )
+    return offers
+
+
+def _link(key: str, count: int, codecs: dict[tuple[int, int], str]) -> records.LinkBytes:
+    src, _, dst = key.rpartition("-")
+    a, b = int(src), int(dst)
+    return records.LinkBytes(a, b, count, codecs.get((min(a, b), max(a, b)), "dense"))

@@ -273,7 +273,7 @@ async def _fetch_from(
 
 def _append_to(part: Path) -> tuple[BinaryIO, int]:
     """The part of a blob, opened at its end, and its size."""
-    file = open(part, "ab", opener=_private)
+    file = os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
     return file, file.tell()
 
 

@@ -20,7 +20,7 @@ from peer.errors import ResumeGap, StaleError, WireError
 from peer.wire import Answer, Cursor, Header, Open
 
 Bound = Callable[[int, Kind, int], int]
-"""(src stage, kind, value id) -> most payload bytes; raises WireError if no such frame is expected."""
+"""(src stage, kind, value id) -> most payload bytes; raises WireError or FrameError if no such frame is expected."""
 
 MAX_HASHES = 4096  # 16-byte hashes of accepted frames that a receiver keeps per channel
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from dht.errors import TransportError
 from dht.transport import Stream
+from fusion_p2p.errors import FrameError
 from fusion_p2p.frame import Frame
 from peer import wire
 from peer.channel import Inbox, Outbox, Take
@@ -20,7 +21,7 @@ from peer.ratelimit import Limiter
 from peer.wire import CHUNK_BYTES, Answer, Open, Tag
 
 _TAGS = {tag: bytes([tag]) for tag in Tag}
-STREAM_ERRORS = (OSError, EOFError, TransportError, WireError, TimeoutError)
+STREAM_ERRORS = (OSError, EOFError, TransportError, WireError, FrameError, TimeoutError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +261,7 @@ async def run_receiver(
 
     try:
         await _together(take(), acknowledge(), _watch(reader, settings), _beats(writer, settings))
-    except WireError as error:
+    except (WireError, FrameError) as error:
         code = "stale" if isinstance(error, StaleError) else "frame"
         refusal = wire.pack_message(Answer(inbox.cursor, code, str(error)))
         async with asyncio.timeout(1.0):

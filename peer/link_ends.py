@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dht.transport import Stream
+from fusion_p2p.errors import FrameError
 from fusion_p2p.frame import Frame
 from peer.channel import Inbox, Outbox
 from peer.channel_io import STREAM_ERRORS, Refusal, run_receiver, run_sender
@@ -174,7 +175,7 @@ class Receiver:
         if task.cancelled():
             return
         error = task.exception()
-        if isinstance(error, WireError):
+        if isinstance(error, WireError | FrameError):
             self._links.report("frame", self.inbox.src, str(error))
         if error is not None:
             raise error

@@ -8,12 +8,14 @@ opened again, with back-off, to wherever the plan says that stage lives now.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Self
 
+from dht.errors import TransportError
 from dht.transport import Stream, Transport
 from fusion_p2p.frame import Frame, Kind
 from peer.channel import Bound, Inbox, Outbox
@@ -76,6 +78,8 @@ class Links:
         self._closed = True
         self._room.set()
         self._news.set()
+        with contextlib.suppress(TransportError):
+            await self.transport.stop_serving(data_protocol(self.me.endpoint))
         ends: list[Sender | Receiver] = [*self._senders.values(), *self._receivers.values()]
         for end in ends:
             await end.close()

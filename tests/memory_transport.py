@@ -155,6 +155,9 @@ class MemoryTransport:
     async def serve(self, protocol: str, handler: StreamHandler) -> None:
         self._handlers[protocol] = handler
 
+    async def stop_serving(self, protocol: str) -> None:
+        self._handlers.pop(protocol, None)
+
     async def close(self) -> None:
         self._network.cut(self._peer_id)
         for task in list(self._tasks):

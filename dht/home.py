@@ -6,7 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
-from dht.addresses import check_swarm_address
+from dht.addresses import check_swarm_address, parse_swarm_addresses
 from dht.errors import InputError
 
 
@@ -37,3 +37,12 @@ def remember_swarm(addresses: tuple[str, ...]) -> None:
     draft = home() / f".swarm.{secrets.token_hex(8)}"
     draft.write_text(text, "utf-8")
     draft.replace(home() / "swarm")
+
+
+def resolve_swarm(text: str | None) -> tuple[str, ...]:
+    """The swarm to use: `text` if given, else $FUSION_SWARM, else the one joined last. InputError if there is none."""
+    text = text or os.environ.get("FUSION_SWARM", "")
+    found = parse_swarm_addresses(text) if text else last_swarm()
+    if not found:
+        raise InputError("no swarm is known here; pass --swarm /ip4/.../tcp/.../p2p/12D3KooW... or set FUSION_SWARM")
+    return found

@@ -54,7 +54,7 @@ class _Own:
 
     record: Record
     signer: Signer
-    stored_at: float = float("-inf")  # loop time
+    tried_at: float = float("-inf")  # loop time of the last store
     changed: bool = True
 
 
@@ -113,9 +113,19 @@ class Board:
         records.seal(record, signer, expiration=now + TTL_S)
         place = records.place(record)
         known = self._own.get(place)
-        stored_at = float("-inf") if known is None else known.stored_at
-        self._own[place] = _Own(record, signer, stored_at)
+        tried_at = float("-inf") if known is None else known.tried_at
+        self._own[place] = _Own(record, signer, tried_at)
         self._wake.set()
+
+    def publish_run(self, view: RunView, signer: Signer) -> None:
+        """Publishes a run's head and parts; parts of an earlier, larger plan are refreshed no longer."""
+        new = split_run(view)
+        places = {records.place(record) for record in new}
+        subject = view.run.owner + bytes.fromhex(view.run.run)
+        for place in [p for p in self._own if p[1].startswith(subject) and p not in places]:
+            del self._own[place]
+        for record in new:
+            self.publish(record, signer)
 
     def withdraw(self, record: Record) -> None:
         """Refreshes `record` no longer; it is gone within a TTL (45 s). To leave at once publish state "left" first."""
@@ -153,9 +163,10 @@ class Board:
         fits = [r for r in await self.runs(timeout_s=timeout_s) if r.run.startswith(run) or r.name == run]
         if len(fits) > 1:
             raise InputError(f"{run!r} fits several runs ({', '.join(r.run[:12] for r in fits)}); give more of the id")
-        if not fits:
-            return None
-        head = fits[0]
+        return await self.view(fits[0], timeout_s=timeout_s) if fits else None
+
+    async def view(self, head: RunRecord, *, timeout_s: float = READ_TIMEOUT_S) -> RunView:
+        """The parts of a run that `runs` has named: one look-up."""
         parts = await self._read((records.run_key(head.run),), (RunStages, RunLinks, RunEvents), timeout_s)
         return join_run(head, [part for part in parts if part.owner == head.owner])
 
@@ -279,7 +290,7 @@ class Board:
                     await asyncio.sleep(0.02)  # publishes of one moment go out together
 
     def _pause_s(self, now: float) -> float:
-        due = [own.stored_at + (_MIN_INTERVAL_S if own.changed else REFRESH_S) - now for own in self._own.values()]
+        due = [own.tried_at + (_MIN_INTERVAL_S if own.changed else REFRESH_S) - now for own in self._own.values()]
         return min(max(0.05, min(due, default=REFRESH_S)), REFRESH_S)
 
     async def _guarded(self, what: str, action: Callable[[], Awaitable[None]]) -> None:
@@ -307,10 +318,12 @@ class Board:
         due = {
             place: own
             for place, own in self._own.items()
-            if now - own.stored_at >= (_MIN_INTERVAL_S if own.changed else REFRESH_S)
+            if now - own.tried_at >= (_MIN_INTERVAL_S if own.changed else REFRESH_S)
         }
         if not due:
             return
+        for own in due.values():
+            own.tried_at = now
         swarm_now = self.clock.now()
         expiration = swarm_now + TTL_S
         sealed = {
@@ -324,10 +337,11 @@ class Board:
                 list(sealed.values()),
                 [expiration] * len(places),
                 subkeys=[subkey for _, subkey in places],
+                exclude_self=self._client_only,  # what only a reader keeps, nobody finds
             )
         for place, own in due.items():
-            if stored.get(place) and self._own.get(place) is own:
-                own.stored_at, own.changed = now, False
+            if stored.get(place):
+                own.changed = False
         async with self._stored:
             self._stored.notify_all()
 

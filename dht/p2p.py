@@ -244,7 +244,10 @@ class P2PTransport:
             self._up.set()
             log.info("p2pd of peer %s is back", self._peer_id)
             for callback in self._restart_callbacks:
-                await callback()
+                try:
+                    await callback()
+                except Exception:  # a callback's defect must not end the supervision
+                    log.exception("after the restart of p2pd of peer %s", self._peer_id)
 
     async def _come_back(self) -> None:
         if self._daemon is not None and self._config is not None and self._folder is not None:

@@ -60,8 +60,9 @@ class SocketFolder:
             base = Path("/tmp")
         _clear_leftovers(base)
         path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))  # mode 0700
-        fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = os.open(path / "new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (path / "new").rename(path / _LOCK)  # nobody ever finds the lock free while we live
         return cls(path, fd)
 
     @property

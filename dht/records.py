@@ -159,6 +159,11 @@ _encoder = msgspec.msgpack.Encoder()
 _DELEGATION = struct.Struct(">32sd64s")
 
 
+def clip(text: str, chars: int = 240) -> str:
+    """`text` as a Text field takes it: at most `chars` characters."""
+    return text if len(text) <= chars else text[: chars - 1] + "…"
+
+
 def run_id(owner: bytes, name: str, opdag_hash: str, seed: int, created: float) -> str:
     """BLAKE2b-128 hex over the msgpack of the five: binds a run's id to its owner's key."""
     raw = _encoder.encode((owner, name, opdag_hash, seed, float(created)))

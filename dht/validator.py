@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import collections
+import hashlib
 import logging
+import math
+import struct
 from typing import Any
 
 import msgspec
@@ -24,11 +27,15 @@ class RecordRules:
     def __init__(self, clock: SwarmClock) -> None:
         self.clock = clock
         self.refused: collections.Counter[str] = collections.Counter()
-        self._good: collections.OrderedDict[tuple[bytes, bytes, bytes, float], None] = collections.OrderedDict()
+        self._good: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         self._named: set[tuple[int, bytes]] = set()
 
     def check(self, key: bytes, packed_subkey: bytes, packed_value: bytes, expiration: float) -> bool:
-        seen = (key, packed_subkey, packed_value, expiration)
+        if not isinstance(expiration, float) or not math.isfinite(expiration):
+            self.refused["record"] += 1
+            return False
+        head = struct.pack(">Id", len(packed_subkey), expiration)
+        seen = hashlib.blake2b(head + key + packed_subkey + packed_value, digest_size=16).digest()
         if seen in self._good:  # every replica returns the same records: a signature is verified once
             return self.clock.now() <= expiration
         try:

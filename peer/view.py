@@ -88,7 +88,7 @@ class Picture:
             return ""
         text = f"held-out loss {self.evaluation.loss:.4f}"
         return text + (
-            f" ({self.evaluation.loss / self._bytes_per_token:.3f} nats/byte)" if self._bytes_per_token else ""
+            f" ({self.evaluation.loss / self._bytes_per_token:.3f} nats per byte)" if self._bytes_per_token else ""
         )
 
     def line(self) -> str:

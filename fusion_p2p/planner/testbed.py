@@ -11,7 +11,7 @@ import numpy as np
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.planner.network import Device, Network
-from fusion_p2p.planner.workload import Workload
+from fusion_p2p.planner.workload import Workload, workload
 
 MBPS = 1e6 / 8  # bytes/s
 COLUMNS = {
@@ -47,18 +47,12 @@ def load_workload(path: str | Path, name: str) -> tuple[Workload, int]:
     entry = data[name]
     settings = data.get("_meta", {}).get("settings", {}).get(name, {})
     try:
-        arrays = {ours: np.asarray(entry[theirs], dtype=np.float64) for theirs, ours in COLUMNS.items()}
+        columns = {ours: [float(x) for x in entry[theirs]] for theirs, ours in COLUMNS.items()}
         samples = int(entry.get("samples", 1))
     except (KeyError, TypeError, ValueError) as e:
         raise InputError(f"{path}: model {name!r} lacks or misstates column {e}") from e
-    w = Workload(
-        name=name,
-        recompute=bool(settings.get("recompute", False)),
-        wire_bytes_per_element=2.0,
-        samples=samples,
-        **arrays,
-    )
-    w.check()
+    recompute = bool(settings.get("recompute", False))
+    w = workload(name, columns, recompute=recompute, wire_bytes_per_element=2.0, samples=samples)
     return w, int(settings.get("M", 16))
 
 

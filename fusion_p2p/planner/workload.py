@@ -5,7 +5,7 @@ Arrays have one entry per atom, `cut_bytes` one per position 0..n; everything is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,9 +75,8 @@ class Workload:
             ok[first + 1 : last + 1] = False
         return ok
 
-    def stage_bytes(self, start: int, stop: int, window: int, *, resident_s: float = 0.0) -> MemoryParts:
+    def stage_bytes(self, start: int, stop: int, window: int) -> MemoryParts:
         """Memory of a stage of atoms start..stop-1 with `window` micro-batches in flight, by part, in bytes."""
-        del resident_s
         state = float(self.parameters[start:stop].sum()) * self.state_bytes_per_parameter
         stash = float(self.stash_bytes[start:stop].sum())
         held = window * float(self.cut_bytes[start]) + stash if self.recompute else window * stash
@@ -100,9 +99,30 @@ class MemoryParts:
         return self.state + self.activations + self.workspace + self.outbox + self.snapshot
 
 
-def workload(name: str, columns: dict[str, Sequence[float]], **options: object) -> Workload:
+def workload(
+    name: str,
+    columns: Mapping[str, Sequence[float]],
+    *,
+    recompute: bool = False,
+    wire_bytes_per_element: float = 4.0,
+    samples: int = 1,
+    together: tuple[tuple[int, int], ...] = (),
+) -> Workload:
     """A Workload from plain sequences named as its array fields; checked."""
-    arrays = {k: np.asarray(v, dtype=np.float64) for k, v in columns.items()}
-    w = Workload(name=name, **arrays, **options)  # type: ignore[arg-type]
+    a = {k: np.asarray(v, dtype=np.float64) for k, v in columns.items()}
+    w = Workload(
+        name=name,
+        forward_flops=a["forward_flops"],
+        backward_flops=a["backward_flops"],
+        forward_bytes=a["forward_bytes"],
+        parameters=a["parameters"],
+        stash_bytes=a["stash_bytes"],
+        kernels=a["kernels"],
+        cut_bytes=a["cut_bytes"],
+        recompute=recompute,
+        wire_bytes_per_element=wire_bytes_per_element,
+        samples=samples,
+        together=together,
+    )
     w.check()
     return w

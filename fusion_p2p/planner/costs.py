@@ -1,0 +1,142 @@
+"""What a chain of stages costs: DESIGN section 5's objective, the one place that knows the formula.
+
+step = one micro-batch's round trip + (M - 1) x the slowest of (stage forward + backward with its codecs, transfer).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusion_p2p.planner.ladder import Ladder, Rung
+from fusion_p2p.planner.network import MEMORY_SHARE, Network
+from fusion_p2p.planner.workload import Floats, Workload
+
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """`hosts[k]` (device index) holds stage k; stage k ends at cuts[k]; `rungs[k]` is the codec of hop k -> k+1."""
+
+    hosts: tuple[int, ...]
+    cuts: tuple[int, ...]
+    rungs: tuple[Rung, ...]
+
+    def bounds(self, atoms: int) -> tuple[int, ...]:
+        """Stage k holds atoms bounds[k] .. bounds[k+1]-1."""
+        return (0, *self.cuts, atoms)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Seconds. `stage_s`: forward + backward + codec work of each stage; `hop_s`: the slower direction's transfer,
+    without latency; `fits` False: some stage exceeds its device's memory."""
+
+    step_s: float
+    round_trip_s: float
+    bottleneck_s: float
+    stage_s: tuple[float, ...]
+    hop_s: tuple[float, ...]
+    compute_s: float  # of one round trip: stages
+    transfer_s: float  # of one round trip: bytes over bandwidth
+    latency_s: float  # of one round trip
+    codec_s: float  # of one round trip
+    fits: bool
+
+
+class Costs:
+    """Seconds of every piece, for one workload, network, micro-batch count and ladder."""
+
+    def __init__(
+        self, w: Workload, net: Network, micro_batches: int, ladder: Ladder, window: int | None = None
+    ) -> None:
+        self.w, self.net, self.m, self.ladder = w, net, micro_batches, ladder
+        self.window = min(window or micro_batches, micro_batches)
+        times = [d.atom_times(w) for d in net.devices]
+        self.forward_s = _running(np.array([t.forward_s for t in times]))
+        self.backward_s = _running(np.array([t.backward_s for t in times]))
+        self.work_s = self.forward_s + self.backward_s  # (D, n+1): device's seconds for atoms before a position
+        held = w.state_bytes_per_parameter * w.parameters + (0.0 if w.recompute else self.window * w.stash_bytes)
+        self.held_bytes = _running(held[None, :])[0]
+        self.room_bytes = np.array([MEMORY_SHARE * d.memory_bytes if d.accepts else -1.0 for d in net.devices])
+        self.shares = np.array([r.byte_share for r in ladder.rungs])
+        self.elements = w.cut_bytes / w.wire_bytes_per_element
+        self.cut_allowed = w.cut_allowed()
+        bw, lat = net.bandwidth_bytes_per_s, net.latency_s
+        with np.errstate(divide="ignore"):
+            self.forward_s_per_byte = np.array(1.0 / bw)  # [i, j]: activations i -> j
+        np.fill_diagonal(self.forward_s_per_byte, 0.0)
+        lat = np.where(np.eye(len(net), dtype=bool), 0.0, lat)
+        self.backward_s_per_byte = self.forward_s_per_byte.T
+        self.slow_s_per_byte = np.maximum(self.forward_s_per_byte, self.backward_s_per_byte)
+        self.both_s_per_byte = self.forward_s_per_byte + self.backward_s_per_byte
+        self.both_latency_s = lat + lat.T
+        caps = [d.upload_bytes_per_step for d in net.devices]
+        self.upload_bytes = np.array([INF if c is None else c for c in caps])
+
+    def rungs_at(self, hosts: tuple[int, ...], cuts: tuple[int, ...], bottleneck_s: float) -> tuple[Rung, ...]:
+        """The first rung of every hop whose transfer is at most tau x bottleneck, else the last."""
+        if len(self.ladder.rungs) == 1:
+            return self.ladder.rungs * len(cuts)
+        h = np.array(hosts)
+        dense_s = self.w.cut_bytes[list(cuts)] * self.slow_s_per_byte[h[:-1], h[1:]]
+        share = self.ladder.tau * bottleneck_s * (1 + 1e-12) / np.maximum(dense_s, 1e-30)
+        index = np.searchsorted(-self.shares, -share, side="left")
+        return tuple(self.ladder.rungs[min(i, len(self.shares) - 1)] for i in index)
+
+    def fit(self, hosts: tuple[int, ...], cuts: tuple[int, ...]) -> tuple[Chain, Score]:
+        """The chain with codecs for the smallest bottleneck that is consistent with them, and its score."""
+        bounds = (0, *cuts, self.w.atoms)
+        b = max(self.work_s[h, bounds[k + 1]] - self.work_s[h, bounds[k]] for k, h in enumerate(hosts))
+        while True:
+            chain = Chain(hosts, cuts, self.rungs_at(hosts, cuts, b))
+            score = self.score(chain)
+            if score.bottleneck_s <= b * (1 + 1e-9) or len(self.ladder.rungs) == 1:
+                return chain, score
+            b = score.bottleneck_s
+
+    def score(self, chain: Chain) -> Score:
+        """The objective of one chain, with its parts."""
+        bounds = chain.bounds(self.w.atoms)
+        h = np.array(chain.hosts)
+        lo, hi = np.array(bounds[:-1]), np.array(bounds[1:])
+        stage = self.work_s[h, hi] - self.work_s[h, lo]
+        compute = float(stage.sum())
+        cuts = np.array(chain.cuts, dtype=np.int64)
+        share = np.array([r.byte_share for r in chain.rungs])
+        size = self.w.cut_bytes[cuts] * share
+        codec = np.array([r.encode_s_per_element + r.decode_s_per_element for r in chain.rungs]) * self.elements[cuts]
+        stage[:-1] += codec
+        stage[1:] += codec
+        a, b = h[:-1], h[1:]
+        hop = size * self.slow_s_per_byte[a, b]
+        transfer = float((size * self.both_s_per_byte[a, b]).sum())
+        latency = float(self.both_latency_s[a, b].sum())
+        load = stage
+        if len(set(chain.hosts)) < len(chain.hosts):  # a peer that absorbed a neighbour's stage hosts both
+            load = np.bincount(h, weights=stage)
+        bottleneck = float(max(load.max(), hop.max(initial=0.0)))
+        trip = compute + transfer + latency + 2 * float(codec.sum())
+        used = np.bincount(h, weights=self.held_bytes[hi] - self.held_bytes[lo])[h]
+        upload = np.zeros(len(h))
+        upload[:-1] += size * self.m
+        upload[1:] += size * self.m
+        fits = bool((used <= self.room_bytes[h]).all() and (upload <= self.upload_bytes[h]).all())
+        return Score(
+            step_s=trip + (self.m - 1) * bottleneck,
+            round_trip_s=trip,
+            bottleneck_s=bottleneck,
+            stage_s=tuple(stage.tolist()),
+            hop_s=tuple(hop.tolist()),
+            compute_s=compute,
+            transfer_s=transfer,
+            latency_s=latency,
+            codec_s=2 * float(codec.sum()),
+            fits=fits and bool(self.cut_allowed[cuts].all()),
+        )
+
+
+def _running(a: Floats) -> Floats:
+    return np.concatenate([np.zeros((len(a), 1)), np.cumsum(a, axis=1)], axis=1)

@@ -1,0 +1,334 @@
+"""The exact dynamic programme over cut points for given orders of devices, with skipping (DESIGN section 5).
+
+For a threshold B the programme finds, per order, the chain of least round trip whose every stage and hop takes at
+most B. `Tables` holds what depends on (device, B); `sweep` runs many (order, B) pairs at once, one numpy call per
+device of the order. State: F[k][q], the least round trip of a chain that ends at position q on the current device and
+leaves room in its stage for a hop of codec class k. Devices with equal links form a group, of which only the best
+is kept per position, so a step costs (groups x positions), not (devices x positions).
+
+`reference` in dp_reference.py is the same programme written plainly; tests hold the two against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fusion_p2p.planner.costs import INF, Costs
+from fusion_p2p.planner.workload import Floats
+
+Ints = npt.NDArray[np.int64]
+SLACK = 1 + 1e-9  # thresholds are compared with this much room for rounding
+
+
+def groups_of(costs: Costs) -> Ints:
+    """Group number per device: devices of a group have the same links to all others and among themselves."""
+    net = costs.net
+    n = len(net)
+    bw, lat = net.bandwidth_bytes_per_s, net.latency_s
+    same = np.ones((n, n), dtype=bool)
+    for a in (bw, lat, bw.T, lat.T):
+        for i in range(n):
+            eq = a[i][None, :] == a  # row i against every row j, except columns i and j
+            eq[:, i] = True
+            eq[np.arange(n), np.arange(n)] = True
+            same[i] &= eq.all(axis=1)
+    same &= (bw == bw.T) & (lat == lat.T) | np.eye(n, dtype=bool)
+    label = np.full(n, -1, dtype=np.int64)
+    count = 0
+    for i in range(n):
+        if label[i] < 0:
+            members = [j for j in np.flatnonzero(same[i]) if label[j] < 0]
+            kept: list[int] = []
+            for j in members:  # also alike among themselves
+                if all(bw[j, k] == bw[kept[0], kept[1]] for k in kept[:1] if len(kept) > 1):
+                    kept.append(int(j))
+            label[kept] = count
+            count += 1
+    return label
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """Everything the sweep looks up. Positions are a subset `at` of 0..n (first 0, last n), m of them.
+
+    hop_s[b, e, g, u] (class-wise): seconds that a hop adds to a round trip, INF where not allowed; u numbers the
+    distinct cut sizes. lo[ki][ko][b, d, q]: first position from which a stage of device d ending at q fits. extra:
+    how many positions below lo may fit in addition, because codec time varies with the cut (usually 0).
+    """
+
+    at: Ints
+    thresholds: Floats
+    work_s: Floats  # (D, m)
+    group: Ints
+    member: Ints  # one device of each group
+    size_of: Ints  # (m,) distinct size number
+    hop_s: tuple[Floats, ...]  # per class: (B, G, G, U), from group g to group e, indexed [b, e, g, u]
+    codec_s: Floats  # (K, m) seconds each end pays for a hop of class k at a position
+    lo: tuple[tuple[Ints, ...], ...]
+    extra: tuple[tuple[int, ...], ...]
+    lo_hard: Ints  # (D, m): memory
+    classes: tuple[int, ...]  # classes that any hop uses
+
+
+def build(
+    costs: Costs, thresholds: Floats, at: Ints | None = None, group: Ints | None = None, *, relaxed: bool = False
+) -> Tables:
+    """Tables for these thresholds (seconds), over the positions `at` (all allowed ones by default).
+
+    `relaxed`: every hop is charged the dearest codec's time in its stages (one class: faster, for screening).
+    """
+    if at is None:
+        at = np.flatnonzero(costs.cut_allowed)
+    if group is None:
+        group = groups_of(costs)
+    work = np.ascontiguousarray(costs.work_s[:, at])
+    sizes, size_of = np.unique(costs.w.cut_bytes[at], return_inverse=True)
+    rates, class_of = np.unique(
+        [r.encode_s_per_element + r.decode_s_per_element for r in costs.ladder.rungs], return_inverse=True
+    )
+    codec = rates[:, None] * costs.elements[at][None, :]
+    if relaxed:
+        codec, class_of = codec[-1:], np.zeros_like(class_of)
+    count = int(group.max()) + 1
+    member = np.array([int(np.flatnonzero(group == g)[0]) for g in range(count)], dtype=np.int64)
+    hop = _hops(costs, thresholds, sizes, len(codec), class_of, group, member)
+    classes = tuple(k for k in range(len(codec)) if np.isfinite(hop[k]).any())
+    hard = _memory_lo(costs, at)
+    lo, extra = _windows(work, codec, thresholds, hard, classes)
+    return Tables(at, thresholds, work, group, member, size_of, hop, codec, lo, extra, hard, classes)
+
+
+def _pair_matrix(a: Floats, group: Ints, member: Ints) -> Floats:
+    """(G, G) values of a (D, D) matrix between groups; inside a group, between its two first members."""
+    out = a[np.ix_(member, member)].copy()
+    for g in range(len(member)):
+        mates = np.flatnonzero(group == g)
+        out[g, g] = a[mates[0], mates[1]] if len(mates) > 1 else INF
+    return out
+
+
+def _hops(
+    costs: Costs, thresholds: Floats, sizes: Floats, class_count: int, class_of: Ints, group: Ints, member: Ints
+) -> tuple[Floats, ...]:
+    slow = _pair_matrix(costs.slow_s_per_byte, group, member)
+    both = _pair_matrix(costs.both_s_per_byte, group, member)
+    lat = _pair_matrix(costs.both_latency_s, group, member)
+    dense = slow[..., None] * sizes  # (G, G, U)
+    elements = sizes / costs.w.wire_bytes_per_element
+    cap = costs.upload_bytes[member] / 2  # a stage sends on two sides; half each keeps the sum within the cap
+    cap = np.minimum(cap[:, None], cap[None, :])[..., None]
+    shape = (len(thresholds), *dense.shape)
+    out = [np.full(shape, INF) for _ in range(class_count)]
+    for b, threshold in enumerate(thresholds):
+        left = np.isfinite(dense)
+        for r, rung in enumerate(costs.ladder.rungs):
+            last = r == len(costs.ladder.rungs) - 1
+            limit = threshold if last else costs.ladder.tau * threshold
+            take = left & (rung.byte_share * dense <= limit * SLACK)
+            if take.any():
+                k = class_of[r]
+                codec = 2 * (rung.encode_s_per_element + rung.decode_s_per_element) * elements
+                seconds = rung.byte_share * both[..., None] * sizes + lat[..., None] + codec
+                ok = take & (rung.byte_share * sizes * costs.m <= cap)
+                out[k][b][ok] = seconds[ok]
+                left &= ~take
+    return tuple(np.ascontiguousarray(np.swapaxes(o, 1, 2)) for o in out)
+
+
+def _memory_lo(costs: Costs, at: Ints) -> Ints:
+    held = costs.held_bytes[at]
+    need = held[None, :] - costs.room_bytes[:, None]
+    lo = np.searchsorted(held, need * (1 - 1e-12) - 1e-6, side="left")
+    return np.where(costs.room_bytes[:, None] < 0, len(at), lo)
+
+
+def _windows(
+    work: Floats, codec: Floats, thresholds: Floats, hard: Ints, classes: Sequence[int]
+) -> tuple[tuple[tuple[Ints, ...], ...], tuple[tuple[int, ...], ...]]:
+    """lo and extra per (class in, class out); see Tables."""
+    d, m = work.shape
+    k_all = len(codec)
+    lo: list[tuple[Ints, ...]] = []
+    extra: list[tuple[int, ...]] = []
+    for ki in range(k_all):
+        row: list[Ints] = []
+        row_extra: list[int] = []
+        for ko in range(k_all):
+            if not {ki, ko} <= ({0} | set(classes)):
+                row.append(np.zeros((0, 0, 0), dtype=np.int64))
+                row_extra.append(0)
+                continue
+            key = work - codec[ki]
+            sure = np.minimum.accumulate(key[:, ::-1], axis=1)[:, ::-1]  # nondecreasing: all later ones are larger
+            may = np.maximum.accumulate(key, axis=1)
+            need = (work + codec[ko])[None] - (thresholds * SLACK)[:, None, None]
+            first = np.empty((len(thresholds), d, m), dtype=np.int64)
+            gap = 0
+            for i in range(d):
+                first[:, i] = np.searchsorted(sure[i], need[:, i].ravel(), side="left").reshape(-1, m)
+                if codec[ki].any():
+                    early = np.searchsorted(may[i], need[:, i].ravel(), side="left").reshape(-1, m)
+                    q = np.minimum(first[:, i], np.arange(m))
+                    gap = max(gap, int((q - np.maximum(early, hard[i])).max(initial=0)))
+            row.append(np.maximum(first, hard[None]))
+            row_extra.append(max(0, gap))
+        lo.append(tuple(row))
+        extra.append(tuple(row_extra))
+    return tuple(lo), tuple(extra)
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """`round_trip_s[a]`: least round trip of pair a, INF if none. `chain(a)` walks back its hosts and cuts."""
+
+    round_trip_s: Floats
+    tables: Tables
+    orders: Ints
+    thresholds_of: Ints
+    states: list[list[Floats]]  # per step, per class in `classes`+0: (A, m)
+    skip: bool
+
+    def chain(self, a: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return _walk_back(self, a)
+
+
+def sweep(t: Tables, orders: Ints, thresholds_of: Ints, *, skip: bool = True) -> Found:
+    """Run every pair (orders[a], thresholds[thresholds_of[a]]). `skip` False: every device of the order is used."""
+    a_count, steps = orders.shape
+    m = len(t.at)
+    count = len(t.member)
+    ks = sorted({0} | set(t.classes))
+    best_of = {k: np.full((a_count, count, m), INF) for k in t.classes}
+    rows = np.arange(a_count)
+    states: list[list[Floats]] = []
+    done = np.full(a_count, INF)
+    for s in range(steps):
+        dev = orders[:, s]
+        grp = t.group[dev]
+        enter: dict[int, Floats] = {}
+        for k in t.classes:
+            hop = t.hop_s[k][thresholds_of, grp][..., t.size_of]  # (A, G, m)
+            hop += best_of[k]
+            enter[k] = hop.min(axis=1)
+        if 0 not in enter:
+            enter[0] = np.full((a_count, m), INF)
+        if skip or s == 0:
+            enter[0][:, 0] = 0.0
+        work = t.work_s[dev]
+        out: dict[int, Floats] = {}
+        for ko in ks:
+            total: Floats | None = None
+            for ki, g in enter.items():
+                lo = t.lo[ki][ko][thresholds_of, dev]
+                f = _window_min(g - work, lo)
+                if t.extra[ki][ko]:
+                    _add_extras(t, ki, ko, g - work, lo, f, thresholds_of, dev)
+                total = f if total is None else np.minimum(total, f, out=total)
+            assert total is not None
+            out[ko] = total + work
+        states.append([out[k] for k in ks])
+        if skip:
+            done = np.minimum(done, out[0][:, -1])
+            for k in t.classes:
+                best_of[k][rows, grp] = np.minimum(best_of[k][rows, grp], out[k])
+        else:
+            done = out[0][:, -1]
+            for k in t.classes:
+                best_of[k].fill(INF)
+                best_of[k][rows, grp] = out[k]
+    return Found(done, t, orders, thresholds_of, states, skip)
+
+
+def _window_min(v: Floats, lo: Ints) -> Floats:
+    """out[a, q] = min of v[a, lo[a, q] : q], INF where empty: a sparse table of powers of two."""
+    a, m = v.shape
+    levels = [v]
+    width = 1
+    while width * 2 <= m:
+        prev = levels[-1]
+        nxt = prev.copy()
+        np.minimum(prev[:, :-width], prev[:, width:], out=nxt[:, : m - width])
+        levels.append(nxt)
+        width *= 2
+    table = np.stack(levels).ravel()
+    q = np.arange(m)
+    span = q - lo
+    level = _LOG2[np.maximum(span, 1)]
+    base = level * (a * m) + (np.arange(a) * m)[:, None]
+    out: Floats = np.minimum(table[base + np.minimum(lo, m - 1)], table[base + np.maximum(q - (1 << level), 0)])
+    out[span <= 0] = INF
+    return out
+
+
+_LOG2 = np.floor(np.log2(np.maximum(np.arange(1 << 16), 1))).astype(np.int64)
+
+
+def _add_extras(t: Tables, ki: int, ko: int, v: Floats, lo: Ints, f: Floats, thresholds_of: Ints, dev: Ints) -> None:
+    """Positions below lo that fit although a later one does not; in place into f."""
+    m = v.shape[1]
+    rows = np.arange(len(v))[:, None]
+    key = t.work_s[dev] - t.codec_s[ki]
+    need = t.work_s[dev] + t.codec_s[ko] - (t.thresholds[thresholds_of] * SLACK)[:, None]
+    top = np.minimum(lo, np.arange(m))
+    for back in range(1, t.extra[ki][ko] + 1):
+        p = top - back
+        ok = (p >= 0) & (p >= t.lo_hard[dev])
+        p = np.maximum(p, 0)
+        ok &= key[rows, p] >= need
+        np.minimum(f, np.where(ok, v[rows, p], INF), out=f)
+
+
+def _walk_back(found: Found, a: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    t, b = found.tables, int(found.thresholds_of[a])
+    ks = sorted({0} | set(t.classes))
+    order = found.orders[a]
+    m = len(t.at)
+    last = len(order) - 1
+    s = min(range(last + 1), key=lambda i: float(found.states[i][0][a, -1])) if found.skip else last
+    q, ko = m - 1, 0
+    hosts: list[int] = []
+    starts: list[int] = []
+    limit = float(t.thresholds[b]) * SLACK
+    while True:
+        d = int(order[s])
+        hosts.append(d)
+        value = float(found.states[s][ks.index(ko)][a, q])
+        work = t.work_s[d, q] - t.work_s[d, :q]
+        fits = np.arange(q) >= t.lo_hard[d, q]
+        if fits[0] and (found.skip or s == 0) and work[0] + t.codec_s[ko, q] <= limit and _close(work[0], value):
+            break
+        s, q, ko = _predecessor(found, a, s, q, ko, value, work, fits)
+        starts.append(int(t.at[q]))
+    return tuple(reversed(hosts)), tuple(reversed(starts))
+
+
+def _predecessor(
+    found: Found, a: int, s: int, q: int, ko: int, value: float, work: Floats, fits: npt.NDArray[np.bool_]
+) -> tuple[int, int, int]:
+    t, b = found.tables, int(found.thresholds_of[a])
+    ks = sorted({0} | set(t.classes))
+    order = found.orders[a]
+    e = t.group[order[s]]
+    limit = float(t.thresholds[b]) * SLACK
+    best: tuple[float, int, int, int] | None = None
+    for before in range(s - 1, -1, -1):
+        g = t.group[order[before]]
+        for k in t.classes:
+            hop = t.hop_s[k][b, e, g][t.size_of[:q]]
+            v = found.states[before][ks.index(k)][a, :q] + hop + work
+            v = np.where(fits & (work + t.codec_s[k, :q] + t.codec_s[ko, q] <= limit * (1 + 1e-12)), v, INF)
+            p = int(v.argmin())
+            if best is None or v[p] < best[0]:
+                best = (float(v[p]), before, p, k)
+        if not found.skip:
+            break
+    assert best is not None and _close(best[0], value), (best, value)
+    return best[1], best[2], best[3]
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-9 * max(abs(a), abs(b)) + 1e-15

@@ -1,0 +1,118 @@
+"""Marks, buddies, logged edges and recovery groups of a chain under memory, disk and upload caps (DESIGN section 2)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fusion_p2p.planner.costs import Chain, Costs, Score
+
+SNAPSHOT_BYTES_PER_PARAMETER = 12.0  # fp32 weight and two AdamW moments
+UPLINK_SHARE = 0.5  # of a host's idle uplink that sets may take
+OUTBOX_MEMORY_SHARE = 0.1  # of a device's memory for frames kept; beyond it they spill to disk
+LEAST_INTERVAL, MOST_INTERVAL = 10, 2000  # steps between marks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Durability:
+    """`mark_interval` steps between marks. `buddies[k]`: device that keeps stage k's sets, -1 if none exists.
+
+    `logged[k]`: hop k -> k+1 keeps its frames. `groups`: stages that roll back together. Bytes: `outbox_bytes[k]`
+    of stage k at the bound (frames of an interval and two steps, two complete sets back), `set_bytes[k]` of one set.
+    """
+
+    mark_interval: int
+    buddies: tuple[int, ...]
+    logged: tuple[bool, ...]
+    groups: tuple[tuple[int, ...], ...]
+    outbox_bytes: tuple[float, ...]
+    set_bytes: tuple[float, ...]
+    upload_s: float  # of the slowest set to its buddy
+
+
+def durability(costs: Costs, chain: Chain, score: Score) -> Durability:
+    """Choose buddies by link, then the shortest interval whose sets reach them, then what may be logged."""
+    bounds = chain.bounds(costs.w.atoms)
+    params = [float(costs.w.parameters[a:b].sum()) for a, b in pairwise(bounds)]
+    sets = tuple(p * SNAPSHOT_BYTES_PER_PARAMETER for p in params)
+    buddies = _buddies(costs, chain, sets)
+    slowest = 0.0
+    for k, (host, buddy) in enumerate(zip(chain.hosts, buddies, strict=True)):
+        if buddy >= 0:
+            idle = max(0.05, 1.0 - _busy_s(costs, chain, k) / score.step_s) * UPLINK_SHARE
+            slowest = max(slowest, sets[k] / (float(costs.net.bandwidth_bytes_per_s[host, buddy]) * idle))
+    interval = min(MOST_INTERVAL, max(LEAST_INTERVAL, math.ceil(slowest / score.step_s)))
+    logged, outbox = _logged(costs, chain, interval)
+    groups: list[list[int]] = [[0]]
+    for k, keep in enumerate(logged):
+        if keep:
+            groups.append([k + 1])
+        else:
+            groups[-1].append(k + 1)
+    return Durability(
+        mark_interval=interval,
+        buddies=buddies,
+        logged=logged,
+        groups=tuple(tuple(g) for g in groups),
+        outbox_bytes=outbox,
+        set_bytes=sets,
+        upload_s=slowest,
+    )
+
+
+def _frame_bytes(costs: Costs, chain: Chain, hop: int) -> float:
+    return chain.rungs[hop].byte_share * float(costs.w.cut_bytes[chain.cuts[hop]])
+
+
+def _busy_s(costs: Costs, chain: Chain, k: int) -> float:
+    """Seconds a step that stage k's uplink sends frames, both neighbours."""
+    total = 0.0
+    for other, hop in ((k - 1, k - 1), (k + 1, k)):
+        if 0 <= other < len(chain.hosts) and chain.hosts[other] != chain.hosts[k]:
+            bw = float(costs.net.bandwidth_bytes_per_s[chain.hosts[k], chain.hosts[other]])
+            total += costs.m * _frame_bytes(costs, chain, hop) / bw
+    return total
+
+
+def _buddies(costs: Costs, chain: Chain, sets: tuple[float, ...]) -> tuple[int, ...]:
+    """Per stage the device on another machine with the fastest link from the host, and disk for two more sets.
+
+    Spares count double and a device already named counts less, so that sets spread and survive neighbours.
+    """
+    net = costs.net
+    disk = [d.disk_bytes for d in net.devices]
+    load = [0] * len(net)
+    out = []
+    for k, host in enumerate(chain.hosts):
+        best, best_value = -1, 0.0
+        for j, d in enumerate(net.devices):
+            here = net.devices[host]
+            if d.peer == here.peer or (d.node and d.node == here.node) or disk[j] < 2 * sets[k] or not d.confirmed:
+                continue
+            value = float(net.bandwidth_bytes_per_s[host, j]) * (1.0 if j in chain.hosts else 2.0) / (1 + load[j])
+            if value > best_value:
+                best, best_value = j, value
+        if best >= 0:
+            disk[best] -= 2 * sets[k]
+            load[best] += 1
+        out.append(best)
+    return tuple(out)
+
+
+def _logged(costs: Costs, chain: Chain, interval: int) -> tuple[tuple[bool, ...], tuple[float, ...]]:
+    """Cheapest hops first: a hop is logged if both ends can keep its frames back to the newest complete set."""
+    steps = 2 * interval + 2
+    room = [
+        OUTBOX_MEMORY_SHARE * costs.net.devices[h].memory_bytes + min(costs.net.devices[h].disk_bytes, 1e12) * 0.5
+        for h in chain.hosts
+    ]
+    used = [0.0] * len(chain.hosts)
+    logged = [False] * len(chain.cuts)
+    for k in sorted(range(len(chain.cuts)), key=lambda k: _frame_bytes(costs, chain, k)):
+        need = steps * costs.m * _frame_bytes(costs, chain, k)
+        if used[k] + need <= room[k] and used[k + 1] + need <= room[k + 1]:
+            logged[k] = True
+            used[k] += need
+            used[k + 1] += need
+    return tuple(logged), tuple(used)

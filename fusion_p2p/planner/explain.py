@@ -1,0 +1,116 @@
+"""A plan in sentences: who hosts what and why, what holds it up, and what one more link or peer would bring."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fusion_p2p.planner.proposal import Proposal
+
+
+def reasons(p: Proposal) -> tuple[str, ...]:
+    """The lines kept with an adopted plan."""
+    out = [_headline(p), _bottleneck(p)]
+    crossing = _crossings(p)
+    if crossing:
+        out.append(crossing)
+    out += _codecs(p)
+    out += _spares(p)
+    out += _marks(p)
+    return tuple(out)
+
+
+def explain(p: Proposal) -> str:
+    """The whole explanation, for a terminal."""
+    devices = p.network.devices
+    bounds = p.chain.bounds(p.workload.atoms)
+    lines = [
+        f"{p.workload.name} on {p.network.name}: {len(p.chain.hosts)} stages on {len(set(p.chain.hosts))} of "
+        f"{len(devices)} devices, {p.costs.m} micro-batches of {p.workload.samples}"
+    ]
+    for k, h in enumerate(p.chain.hosts):
+        d = devices[h]
+        held = p.workload.stage_bytes(bounds[k], bounds[k + 1], p.windows[k]).total
+        hop = ""
+        if k < len(p.chain.cuts):
+            hop = f"; to stage {k + 1}: {p.score.hop_s[k] * 1e3:.1f} ms, {p.chain.rungs[k].codec}"
+        lines.append(
+            f"  stage {k:2d}  {d.name:<14} {d.site:<8} atoms {bounds[k]}-{bounds[k + 1] - 1}, "
+            f"{p.score.stage_s[k] * 1e3:.1f} ms, {held / 2**30:.2f} GiB, window {p.windows[k]}{hop}"
+        )
+    return "\n".join(lines + [f"  {r}" for r in p.reasons])
+
+
+def _headline(p: Proposal) -> str:
+    s = p.score
+    rest = (p.costs.m - 1) * s.bottleneck_s
+    return (
+        f"step {p.step_s:.3f} s simulated ({s.step_s:.3f} s by formula: compute {s.compute_s:.3f}, transfer "
+        f"{s.transfer_s:.3f}, latency {s.latency_s:.3f}, codecs {s.codec_s:.3f}, then {p.costs.m - 1} x "
+        f"{s.bottleneck_s * 1e3:.1f} ms = {rest:.3f}); within {max(0.0, p.gap):.0%} of what any plan could do "
+        f"({p.lower_bound_s:.3f} s)"
+    )
+
+
+def _bottleneck(p: Proposal) -> str:
+    s, devices = p.score, p.network.devices
+    if s.hop_s and max(s.hop_s) >= s.bottleneck_s * 0.999:
+        k = max(range(len(s.hop_s)), key=lambda k: s.hop_s[k])
+        a, b = p.chain.hosts[k], p.chain.hosts[k + 1]
+        rest = max(sorted([*s.stage_s, *s.hop_s])[-2], max(s.stage_s))
+        gain = (p.costs.m - 1) * (s.bottleneck_s - rest)
+        return (
+            f"the link {devices[a].name} -> {devices[b].name} sets the pace ({s.bottleneck_s * 1e3:.1f} ms); "
+            f"a link twice as fast would save up to {max(0.0, gain):.3f} s a step"
+        )
+    k = max(range(len(s.stage_s)), key=lambda k: s.stage_s[k])
+    d = devices[p.chain.hosts[k]]
+    count = len(s.stage_s)
+    gain = (p.costs.m - 1) * s.bottleneck_s / (count + 1)
+    return (
+        f"stage {k} on {d.name} sets the pace ({s.bottleneck_s * 1e3:.1f} ms, "
+        f"mean {sum(s.stage_s) / count * 1e3:.1f}); "
+        f"one more device like {d.name} on a link as good would save up to {gain:.3f} s a step"
+    )
+
+
+def _crossings(p: Proposal) -> str:
+    fence_of = {d: n for n, f in enumerate(p.fences) for d in f}
+    hops = [(a, b) for a, b in pairwise(p.chain.hosts) if fence_of.get(a) != fence_of.get(b)]
+    used = len({fence_of.get(h) for h in p.chain.hosts})
+    if used < 2:
+        return f"one fence of {len(p.fences)} is used, so that no hop crosses between fences"
+    names = ", ".join(f"{p.network.devices[a].name} -> {p.network.devices[b].name}" for a, b in hops[:6])
+    more = f" and {len(hops) - 6} more" if len(hops) > 6 else ""
+    return f"{used} fences of {len(p.fences)} are crossed in {len(hops)} hops: {names}{more}"
+
+
+def _codecs(p: Proposal) -> list[str]:
+    count = [k for k, r in enumerate(p.chain.rungs) if r.byte_share < 1.0]
+    if not count:
+        return ["no link is compressed: none would hold the pipeline up"] if p.chain.rungs else []
+    k = min(count, key=lambda k: p.chain.rungs[k].byte_share)
+    a, b = p.chain.hosts[k], p.chain.hosts[k + 1]
+    return [
+        f"{len(count)} of {len(p.chain.rungs)} links are compressed, the most {p.network.devices[a].name} -> "
+        f"{p.network.devices[b].name} ({p.chain.rungs[k].codec}, {p.chain.rungs[k].byte_share:.1%} of dense)"
+    ]
+
+
+def _spares(p: Proposal) -> list[str]:
+    if not p.spares:
+        return []
+    names = [p.network.devices[i].name for i in p.spares]
+    shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+    return [f"left out as spares: {shown}; their share of the work would save less than their hops cost"]
+
+
+def _marks(p: Proposal) -> list[str]:
+    d = p.durability
+    alone = sum(1 for b in d.buddies if b < 0)
+    line = f"marks every {d.mark_interval} steps (slowest set reaches its buddy in {d.upload_s:.0f} s), "
+    line += f"{sum(d.logged)} of {len(d.logged)} links logged, {len(d.groups)} recovery groups"
+    if alone:
+        line += f"; {alone} stages have no other machine to keep their sets"
+    return [line]

@@ -1,0 +1,76 @@
+"""The codecs a plan may choose between: true bytes, time at both ends, cost in loss. Constants until AdaTopK measures.
+
+FusionLLM section 5 (AdaTopK) with DESIGN section 6: a hop is compressed only as far as `tau` of the bottleneck asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion_p2p.errors import InputError
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One codec. `byte_share` is its bytes over dense bytes; times are per element of the dense tensor."""
+
+    codec: str  # as in fusion_p2p.codec.parse
+    byte_share: float
+    encode_s_per_element: float = 0.0  # at the sender
+    decode_s_per_element: float = 0.0  # at the receiver
+    loss_cost: float = 0.0  # relative increase of the loss, measured or prior
+
+
+DENSE = Rung("dense", 1.0)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """`rungs` from the least to the most compressing. A hop takes the first whose transfer is at most `tau` of the
+    bottleneck, else the last. One rung: every hop is compressed alike (`tau` is then without effect)."""
+
+    rungs: tuple[Rung, ...]
+    tau: float = 0.25
+
+    def __post_init__(self) -> None:
+        shares = [r.byte_share for r in self.rungs]
+        if not self.rungs or shares != sorted(shares, reverse=True) or shares[-1] <= 0:
+            raise InputError(f"a ladder needs rungs with falling, positive byte shares, not {shares}")
+        if not 0 < self.tau <= 1:
+            raise InputError(f"tau = {self.tau} must lie in (0, 1]")
+
+
+def top_k(ratio: float) -> Rung:
+    """Top-K of the shipped time model: keeps 1/ratio, fp16 value and int32 index, 0.3 ns per element to select."""
+    return Rung(f"topk:{1 / ratio:.6g}", 3.0 / ratio, 0.3e-9)
+
+
+def uniform_top_k(ratio: float = 100.0) -> Ladder:
+    return Ladder((top_k(ratio),))
+
+
+def top_k_ladder(max_ratio: float = 100.0, tau: float = 0.25) -> Ladder:
+    """Dense, then Top-K at ratios 4 to `max_ratio` in steps of a quarter octave."""
+    ratios = [4.0]
+    while ratios[-1] * 2**0.25 < max_ratio:
+        ratios.append(ratios[-1] * 2**0.25)
+    return Ladder((DENSE, *(top_k(r) for r in ratios), top_k(max_ratio)), tau)
+
+
+def default_ladder(tau: float = 0.25, wire_bytes_per_element: float = 4.0) -> Ladder:
+    """The constant ladder of a live run, relative to dense frames of `wire_bytes_per_element`.
+
+    Times are one core's (about 1 GB/s for casts and quantisers, less for rotations); losses are priors after 200
+    steps of the demo model. AdaTopK's measurements replace all of them.
+    """
+    e = wire_bytes_per_element
+    rungs = (
+        DENSE,
+        Rung("dense:bf16", 2.0 / e, 0.5e-9, 0.5e-9, 0.0005),
+        Rung("int8", 1.03 / e, 1.0e-9, 1.0e-9, 0.001),
+        Rung("rotated:4/4", 0.53 / e, 4.0e-9, 4.0e-9, 0.003),
+        Rung("rotated:4/2", 0.41 / e, 4.0e-9, 4.0e-9, 0.006),
+        Rung("topk-masked:0.05", 0.17 / e, 3.0e-9, 1.0e-9, 0.02),
+        Rung("topk-masked:0.01", 0.034 / e, 3.0e-9, 1.0e-9, 0.05),
+    )
+    return Ladder(tuple(r for r in rungs if r is DENSE or r.byte_share < 1.0), tau)

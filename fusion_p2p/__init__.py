@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fusion_p2p.capture import capture
+    from fusion_p2p.optim import SGD, AdamW, Constant, Cosine, Linear
     from fusion_p2p.pipeline import LocalPipeline
-    from fusion_p2p.schedules import SGD, AdamW, Constant, Cosine, Linear
     from fusion_p2p.split import split
 
     Run: Any
@@ -20,11 +20,11 @@ _WHERE = {
     "LocalPipeline": "fusion_p2p.pipeline",
     "Run": "peer.api",
     "LocalSwarm": "peer.api",
-    "AdamW": "fusion_p2p.schedules",
-    "SGD": "fusion_p2p.schedules",
-    "Cosine": "fusion_p2p.schedules",
-    "Linear": "fusion_p2p.schedules",
-    "Constant": "fusion_p2p.schedules",
+    "AdamW": "fusion_p2p.optim",
+    "SGD": "fusion_p2p.optim",
+    "Cosine": "fusion_p2p.optim",
+    "Linear": "fusion_p2p.optim",
+    "Constant": "fusion_p2p.optim",
 }
 
 __all__ = ["SGD", "AdamW", "Constant", "Cosine", "Linear", "LocalPipeline", "LocalSwarm", "Run", "capture", "split"]

@@ -16,7 +16,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 from fusion_p2p.errors import CaptureError
 from fusion_p2p.interp import returns_many
 from fusion_p2p.ir import Arg, DTypeArg, EnumArg, ListArg, Node, Ref, Scalar, ValueSpec, refs
-from fusion_p2p.ops_fusion import SEEDED
+from fusion_p2p.ops_fusion import DROPOUTS, SEEDED
+from fusion_p2p.ops_table import words
 from fusion_p2p.opset import NAMES, OPS, check_args
 
 _LAST = 2**63 - 1
@@ -129,7 +130,7 @@ class Lowering:
             raise CaptureError(f"{self.here()}: {wrong}; write it with operators that SUPPORT.md lists")
         self.raw.nodes.append(node)
         self.raw.where.append(self.here())
-        if op in SEEDED:
+        if op in SEEDED and not (op in DROPOUTS and 1.0 in args):  # p = 1 draws nothing
             self.raw.draws.append(Draw(self.site, op, tuple(outs[0].shape)))
         return ids if many else ids[0]
 
@@ -139,8 +140,8 @@ class Lowering:
         signature = self.program.graph_signature
         kinds = {s.arg.name: s for s in signature.input_specs}
         position = 0
-        for self.site, node in enumerate(self.program.graph.nodes):
-            self.node = node
+        for site, node in enumerate(self.program.graph.nodes):
+            self.site, self.node = site, node
             if node.op == "placeholder":
                 spec = kinds[node.name]
                 self._placeholder(node, spec, position)
@@ -214,16 +215,9 @@ def _name(target: Any) -> str:
     return str(target).removesuffix(".default")
 
 
-_DROPPED = frozenset(
-    [
-        "aten._assert_tensor_metadata",
-        "aten._assert_async.msg",
-        "aten._assert_async",
-        "aten._assert_scalar",
-        "aten.sym_constrain_range",
-        "aten.sym_constrain_range_for_size",
-        "aten._functional_assert_async.msg",
-    ]
+_DROPPED = words(
+    "aten._assert_tensor_metadata aten._assert_async.msg aten._assert_async aten._assert_scalar "
+    "aten.sym_constrain_range aten.sym_constrain_range_for_size aten._functional_assert_async.msg"
 )
 _WAYS = {
     "_local_scalar_dense": "a Python branch or number depends on a tensor's value; use torch.where",
@@ -376,6 +370,32 @@ def _randint(skip: int) -> Rule:
     return rule
 
 
+def _normal(low: Lowering, node: fx.Node) -> Any:
+    """normal_(mean, std) and torch.normal(mean, std, size): standard normal, scaled and moved."""
+    numbers = [a for a in (*node.args, node.kwargs.get("mean"), node.kwargs.get("std")) if isinstance(a, int | float)]
+    mean, std = (*numbers, *(0.0, 1.0)[len(numbers) :])[:2]
+    out = _val(node)
+    drawn = low.emit("fusion.randn", (list(out.shape), out.dtype), out)
+    return low.emit("aten.add.Scalar", (Ref(low.emit("aten.mul.Scalar", (Ref(drawn), std), out)), mean), out)
+
+
+def _uniform(low: Lowering, node: fx.Node) -> Any:
+    start, end = (*node.args[1:], *(0.0, 1.0)[len(node.args) - 1 :])[:2]
+    out = _val(node)
+    drawn = low.emit("fusion.rand", (list(out.shape), out.dtype), out)
+    scaled = low.emit("aten.mul.Scalar", (Ref(drawn), end - start), out)  # type: ignore[operator]
+    return low.emit("aten.add.Scalar", (Ref(scaled), start), out)
+
+
+def _exponential(low: Lowering, node: fx.Node) -> Any:
+    """-log(1 - u) / rate."""
+    rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("lambd", 1.0)
+    out = _val(node)
+    drawn = low.emit("fusion.rand", (list(out.shape), out.dtype), out)
+    log = low.emit("aten.log", (Ref(low.emit("aten.rsub.Scalar", (Ref(drawn), 1.0), out)),), out)
+    return low.emit("aten.div.Scalar", (Ref(log), -rate), out)  # type: ignore[operator]
+
+
 def _opaque_sdpa(low: Lowering, node: fx.Node) -> Any:
     return low.emit("fusion.sdpa", node.args, _val(node))
 
@@ -419,6 +439,10 @@ _RULES: dict[str, Rule] = {
     "aten.randint.low": _randint(0),
     "aten.randint_like": _randint(1),
     "aten.randint_like.low_dtype": _randint(1),
+    "aten.normal_functional": _normal,
+    "aten.normal.float_float": _normal,
+    "aten.uniform": _uniform,
+    "aten.exponential": _exponential,
     "aten.bernoulli": _renamed("fusion.bernoulli"),
     "aten.bernoulli.p": _renamed("fusion.bernoulli_like"),
     "fusion_p2p.detach": _renamed("fusion.detach"),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusion_p2p import batch as batches
-from fusion_p2p import canonical, prepass
+from fusion_p2p import canonical, prepass, selfcheck
 from fusion_p2p.errors import CaptureError, InputError
 from fusion_p2p.ir import OpDag
 from fusion_p2p.merge import Tied, merge
@@ -22,7 +22,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What capture saw and checked; `checks` are one line each, `warnings` too."""
+    """What capture saw and checked; `checks` are one line each."""
 
     nodes: int
     params: int  # trainable elements
@@ -30,7 +30,6 @@ class Report:
     opdag_bytes: int
     operators: Mapping[str, int]
     checks: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +81,7 @@ def call_model(model: torch.nn.Module, batch: Any) -> Any:
 
 def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
     """The scalar to minimise: `loss(output, batch)`, or `output.loss` / `output["loss"]` where loss is None."""
+    value: Any
     if loss is not None:
         value = loss(output, batch)
     elif isinstance(output, Mapping) and "loss" in output:
@@ -193,20 +193,32 @@ def capture(model: torch.nn.Module, example_batch: Any, *, loss: Loss | None = N
     example = dict(example_batch) if isinstance(example_batch, Mapping) else example_batch
     tensors = batches.flatten(example)
     size = max(2, batches.samples(tensors))
-    wrapped = _WithLoss(model, loss, example, list(tensors))
-    with train_mode(model):
-        raws = [_export(wrapped, batches.resize(tensors, n)) for n in (size, size + 1)]
+    selfcheck.refuse_hooks(model)
+    raws = []
+    for n in (size, size + 1):
+        work = selfcheck.copied(model)
+        wrapped = _WithLoss(work, loss, example, list(tensors))
+        with train_mode(work), selfcheck.own_randomness(n), selfcheck.no_dice():
+            raws.append(_export(wrapped, batches.resize(tensors, n)))
     opdag = merge(raws[0], raws[1], size, list(tensors), tied_names(model), model)
+
+    def step(module: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return loss_of(call_model(module, batch), batch, loss)
+
+    check = selfcheck.SelfCheck(model, step, example, opdag, raws[0].draws, seed)
+    checks = check.run(size, train_mode)
     state = _state(model, opdag)
-    return Captured(opdag=opdag, state=state, report=_report(opdag, state), constants=batches.constants(example))
+    report = _report(opdag, state, checks)
+    return Captured(opdag=opdag, state=state, report=report, constants=batches.constants(example))
 
 
 def _state(model: torch.nn.Module, opdag: OpDag) -> dict[str, torch.Tensor]:
     held: dict[str, torch.Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    return {p.name: held[p.name].detach() for p in (*opdag.params, *opdag.buffers)}
+    names = [p.name for p in opdag.params] + [b.name for b in opdag.buffers]
+    return {name: held[name].detach() for name in names}
 
 
-def _report(opdag: OpDag, state: Mapping[str, torch.Tensor]) -> Report:
+def _report(opdag: OpDag, state: Mapping[str, torch.Tensor], checks: tuple[str, ...]) -> Report:
     operators: dict[str, int] = {}
     for node in opdag.nodes:
         operators[node.op] = operators.get(node.op, 0) + 1
@@ -216,4 +228,5 @@ def _report(opdag: OpDag, state: Mapping[str, torch.Tensor]) -> Report:
         frozen=sum(state[p.name].numel() for p in opdag.params if not p.trainable),
         opdag_bytes=len(opdag.to_bytes()),
         operators=dict(sorted(operators.items())),
+        checks=checks,
     )

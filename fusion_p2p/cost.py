@@ -1,6 +1,6 @@
-"""FLOPs and bytes of every operator, from shapes alone: the planner's prior and admission's bound (FusionLLM section 3.4).
+"""FLOPs and bytes of every operator, from shapes alone (FusionLLM section 3.4).
 
-A multiply-add counts 2. Figures are for the forward; the backward of a matrix product costs twice that.
+The planner's prior and admission's bound. A multiply-add counts 2. Figures are for the forward; the backward of a matrix product costs twice that.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _fft(s: _Shapes) -> int:
 def _pool(s: _Shapes) -> int:
     kernel = s.ints("kernel_size")
     spatial = (len(s.ins[0]) - 2) if len(kernel) == 1 else 1
-    return s.n_out * max(1, math.prod(abs(k) for k in kernel)) ** max(1, spatial)
+    return int(s.n_out * max(1, math.prod(abs(k) for k in kernel)) ** max(1, spatial))
 
 
 _FORMULAS: Mapping[str, Callable[[_Shapes], int]] = {

@@ -13,6 +13,7 @@ import torch
 
 from fusion_p2p.ir import Arg, BatchInt, DTypeArg, EnumArg, ListArg, Node, Ref, refs
 from fusion_p2p.ops_fusion import Ctx
+from fusion_p2p.ops_table import words
 from fusion_p2p.opset import OPS, dtype_of
 from fusion_p2p.seeded import RngKey
 
@@ -96,23 +97,10 @@ def _prepare(node: Node, dead: tuple[int, ...], batch: int) -> _Call:
     )
 
 
-_MANY = frozenset(
-    [
-        "aten.split.Tensor",
-        "aten.split_with_sizes",
-        "aten.unbind.int",
-        "aten.broadcast_tensors",
-        "aten.max.dim",
-        "aten.min.dim",
-        "aten.cummax",
-        "aten.cummin",
-        "aten.topk",
-        "aten.sort",
-        "aten.max_pool2d_with_indices",
-        "aten.adaptive_max_pool2d",
-        "aten.var_mean.correction",
-        "fusion.batch_norm",
-    ]
+_MANY = words(
+    "aten.split.Tensor aten.split_with_sizes aten.unbind.int aten.broadcast_tensors aten.max.dim aten.min.dim "
+    "aten.cummax aten.cummin aten.topk aten.sort aten.max_pool2d_with_indices aten.adaptive_max_pool2d "
+    "aten.var_mean.correction fusion.batch_norm"
 )
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fusion_p2p import seeded
+from fusion_p2p.ops_table import words
 from fusion_p2p.seeded import RngKey
 
 
@@ -233,18 +234,7 @@ OWN: Mapping[str, Callable[..., Any]] = {
     "fusion.sdpa": sdpa,
 }
 NO_CTX = frozenset({"fusion.detach", "fusion.batch_norm_frozen", "fusion.batch_norm_local"})
-SEEDED = frozenset(
-    "fusion." + name
-    for name in [
-        "alpha_dropout",
-        "bernoulli",
-        "bernoulli_like",
-        "dropout",
-        "feature_alpha_dropout",
-        "feature_dropout",
-        "rand",
-        "randint",
-        "randn",
-        "sdpa",
-    ]
+DROPOUTS = words(  # identity in eval: they draw in training only
+    "fusion.alpha_dropout fusion.dropout fusion.feature_alpha_dropout fusion.feature_dropout fusion.sdpa"
 )
+SEEDED = DROPOUTS | words("fusion.bernoulli fusion.bernoulli_like fusion.rand fusion.randint fusion.randn")

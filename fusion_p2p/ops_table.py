@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """The reviewed operator table, as text: one line per operator, `name(arguments) cost`.
 
 Argument kinds (`?` allows null, `*` a list):
@@ -308,3 +309,8 @@ fusion.randint(low:I, high:I, size:I*, dtype:D) seeded
 fusion.randn(size:I*, dtype:D) seeded
 fusion.sdpa(query:T, key:T, value:T, attn_mask:T?, p:F, is_causal:B, scale:F?, enable_gqa:B) sdpa
 """
+
+
+def words(text: str) -> frozenset[str]:
+    """The names in a text table."""
+    return frozenset(text.split())

@@ -15,15 +15,13 @@ import torch
 
 from fusion_p2p import ops_fusion
 from fusion_p2p.ir import Arg, BatchInt, DTypeArg, EnumArg, ListArg, Node, Ref
-from fusion_p2p.ops_table import OPSET, TABLE
+from fusion_p2p.ops_table import OPSET, TABLE, words
 
 __all__ = ["DTYPES", "OPS", "OPSET", "ArgSchema", "Op", "check_args", "dtype_of"]
 
 DTYPES: Mapping[str, torch.dtype] = {
     name: getattr(torch, name)
-    for name in (
-        "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128"  # order is public
-    ).split()
+    for name in sorted(words("float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128"))
 }
 NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-_LIB = torch.library.Library("fusion_p2p", "DEF")
+_LIB: Any = torch.library.Library("fusion_p2p", "DEF")  # type: ignore[no-untyped-call]
 _UNARY = ["dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"]
 
 

@@ -5,36 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fusion_p2p.ir import Arg, Node, Ref, ValueSpec
+from fusion_p2p.ops_table import words
 
 # Results hold only values of argument 0 (padding adds one constant, which the indexing operator allows or raises on).
-_SHAPE_ONLY = frozenset(
-    [
-        "aten.reshape",
-        "aten.slice.Tensor",
-        "aten.clone",
-        "aten.unsqueeze",
-        "aten.squeeze",
-        "aten.squeeze.dim",
-        "aten.squeeze.dims",
-        "aten.expand",
-        "aten.transpose.int",
-        "aten.permute",
-        "aten.flatten.using_ints",
-        "aten.select.int",
-        "aten.pad",
-        "aten.constant_pad_nd",
-        "aten.to.dtype",
-        "aten.flip",
-        "aten.roll",
-        "aten.repeat",
-        "aten.t",
-        "aten.narrow",
-        "fusion.detach",
-        "aten.split.Tensor",
-        "aten.split_with_sizes",
-        "aten.unbind.int",
-        "aten.unflatten.int",
-    ]
+_SHAPE_ONLY = words(
+    "aten.reshape aten.slice.Tensor aten.clone aten.unsqueeze aten.squeeze aten.squeeze.dim aten.squeeze.dims "
+    "aten.expand aten.transpose.int aten.permute aten.flatten.using_ints aten.select.int aten.pad "
+    "aten.constant_pad_nd aten.to.dtype aten.flip aten.roll aten.repeat aten.t aten.narrow fusion.detach "
+    "aten.split.Tensor aten.split_with_sizes aten.unbind.int aten.unflatten.int"
 )
 _INTEGER = frozenset(("int64", "int32", "int16", "int8", "uint8"))
 

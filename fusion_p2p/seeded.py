@@ -53,20 +53,17 @@ def bernoulli(key: RngKey, site: int, shape: tuple[int, ...], keep: float) -> to
 
 
 def rand(key: RngKey, site: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Uniform on [0, 1) on the CPU. Float32 takes 24 bits, so that rounding never reaches 1."""
-    count = math.prod(shape)
-    bits = (_words(key, site, count) >> np.uint64(40)).astype(np.float64) * 2.0**-24
-    if dtype == torch.float64:
-        bits = (_words(key, site, count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    if dtype in (torch.float16, torch.bfloat16):  # as many bits as the mantissa holds
-        bits = (_words(key, site, count) >> np.uint64(56)).astype(np.float64) * 2.0**-8
-    return torch.from_numpy(bits).view(shape).to(dtype)
+    """Uniform on [0, 1) on the CPU, with as many bits as `dtype` holds, so that rounding never reaches 1."""
+    bits = 53 if dtype == torch.float64 else 8 if dtype in (torch.float16, torch.bfloat16) else 24
+    drawn = (_words(key, site, math.prod(shape)) >> np.uint64(64 - bits)).astype(np.float64) * 2.0**-bits
+    return torch.from_numpy(drawn).view(shape).to(dtype)
 
 
 def randn(key: RngKey, site: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Standard normal on the CPU, by the inverse of the distribution function in double precision."""
     unit = torch.from_numpy(_unit(key, site, math.prod(shape)))
-    return torch.special.ndtri(unit).view(shape).to(dtype)
+    normal: torch.Tensor = torch.special.ndtri(unit).view(shape).to(dtype)
+    return normal
 
 
 def randint(key: RngKey, site: int, shape: tuple[int, ...], low: int, high: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,255 @@
+"""The self-check: an OP-DAG is accepted only if it trains as its module does, to rounding, over several micro-batches.
+
+Export silently drops hooks, assigned buffers, a custom Function's backward, Python counters and dice; each of them
+shows here as another loss, gradient, buffer or weight, and refuses the model by the name of what differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusion_p2p import batch as batches
+from fusion_p2p.canonical import Draw
+from fusion_p2p.errors import CaptureError
+from fusion_p2p.interp import Program
+from fusion_p2p.ir import OpDag
+from fusion_p2p.opset import dtype_of
+from fusion_p2p.replay import SeededRandom
+from fusion_p2p.seeded import RngKey
+
+TOLERANCE = 1e-6  # norm-relative, fp32
+_HALF_TOLERANCE = 2e-2  # where the graph computes in 16 bits
+
+Step = Callable[[torch.nn.Module, Any], torch.Tensor]
+
+
+@dataclass
+class _Side:
+    """One trajectory: weights and buffers by name."""
+
+    params: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def copied(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy to run on, so that the user's module keeps its buffers, counters and gradients."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # a module's own __deepcopy__ may raise anything
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CaptureError(
+            f"the model cannot be copied for the self-check ({first[:120]}); hold only parameters and buffers, and use "
+            "torch.nn.utils.parametrizations instead of the older weight_norm and spectral_norm"
+        ) from error
+
+
+def refuse_hooks(model: torch.nn.Module) -> None:
+    """Hooks on tensors do not survive a copy, so they are looked for."""
+    for name, p in model.named_parameters():
+        if getattr(p, "_backward_hooks", None) or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(f"parameter {name!r} has a gradient hook, which cannot travel; remove it before capture")
+
+
+@contextlib.contextmanager
+def own_randomness(seed: int) -> Iterator[None]:
+    """Torch's, Python's and numpy's global generators seeded for the block and restored after it."""
+    state, np_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(np_state)
+        torch.set_rng_state(torch_state)
+
+
+def _dice_state() -> tuple[Any, bytes, int]:
+    np_state: Any = np.random.get_state()
+    return random.getstate(), np_state[1].tobytes(), np_state[2]
+
+
+@contextlib.contextmanager
+def no_dice() -> Iterator[None]:
+    """Refuse a forward that rolls Python's or numpy's global dice: the graph would hold one roll for ever."""
+    before = _dice_state()
+    yield
+    if _dice_state() != before:
+        raise CaptureError(
+            "forward uses Python's or numpy's random numbers, which a graph cannot hold; draw with torch (torch.rand) "
+            "or pass the numbers in the batch"
+        )
+
+
+class SelfCheck:
+    """Compares `model` with `opdag` over several micro-batches. `step(model, batch)` gives the module's loss."""
+
+    def __init__(
+        self, model: torch.nn.Module, step: Step, example: Any, opdag: OpDag, draws: Sequence[Draw], seed: int
+    ) -> None:
+        self._model = copied(model)
+        self._step = step
+        self._example = example
+        self._tensors = batches.flatten(example)
+        self._dag = opdag
+        self._draws = draws
+        self._seed = seed
+        updates = [b.update for b in opdag.buffers if b.update is not None]
+        self._program = Program(opdag.nodes, keep={opdag.loss, *updates})
+        half = any(v.dtype in ("float16", "bfloat16") for v in opdag.values)
+        self._tol = _HALF_TOLERANCE if half else TOLERANCE
+        self._exact = True
+        self._worst = 0.0
+
+    def run(self, size: int, training: Callable[[torch.nn.Module], Any]) -> tuple[str, ...]:
+        """Three training micro-batches with an update before the last, then one in eval mode.
+
+        Raises CaptureError naming the tensor that differs. Returns one line per thing checked.
+        """
+        model = self._model
+        held = dict(model.named_parameters())
+        ours = _Side(
+            {p.name: held[p.name].detach().requires_grad_(p.trainable) for p in self._dag.params},
+            {b.name: dict(model.named_buffers())[b.name].detach().clone() for b in self._dag.buffers},
+        )
+        other = 3 if size > 3 else 4
+        total: dict[str, torch.Tensor] = {}
+        with training(model):
+            for m, count in enumerate((2, other)):
+                grads = self._training_step(ours, count, RngKey(self._seed, 0, m))
+                total = {n: total[n] + g if n in total else g for n, g in grads.items()}
+            self._update(ours, total)
+            self._training_step(ours, 2, RngKey(self._seed, 1, 0))
+        modes = [(m, m.training) for m in model.modules()]
+        model.eval()
+        self._eval_step(ours, RngKey(self._seed, 2, 0))
+        for m, mode in modes:
+            m.training = mode
+        bits = "bit for bit" if self._exact else f"to rounding ({self._worst:.0e})"
+        return (
+            f"loss, {len(held)} gradients and {len(ours.buffers)} buffers of 3 micro-batches equal {bits}",
+            "weights after an update equal, loss in eval mode equal",
+        )
+
+    # -- one micro-batch on both sides -------------------------------------------------------------------------
+
+    def _batch(self, count: int, turn: int) -> tuple[Any, dict[str, torch.Tensor]]:
+        """Rows rotated by `turn` and floats scaled, so that nothing baked in from the example can pass."""
+        tensors = {}
+        for name, t in batches.resize(self._tensors, max(count, batches.samples(self._tensors))).items():
+            if t.dim() > 0 and t.shape[0] >= count:
+                t = t.roll(turn, 0)[:count].clone()
+            tensors[name] = t * (1.0 - turn / 16) if t.is_floating_point() and turn else t
+        tensors = {n: t.to(self._tensors[n].dtype) for n, t in tensors.items()}
+        return batches.rebuild(self._example, tensors), tensors
+
+    def _training_step(self, ours: _Side, count: int, key: RngKey) -> dict[str, torch.Tensor]:
+        batch, tensors = self._batch(count, key.micro_batch + key.step)
+        model = self._model
+        model.zero_grad(set_to_none=True)
+        with own_randomness(hash(key) & 0xFFFFFFFF), SeededRandom(self._draws, key, True) as mode:
+            with no_dice():
+                theirs = self._step(model, batch)
+            if theirs.requires_grad:
+                theirs.backward()
+        mode.finish()
+        loss, env = self._interpret(ours, tensors, count, key, True)
+        self._same("the loss", theirs.detach(), loss.detach())
+        trainable = {p.name: ours.params[p.name] for p in self._dag.params if p.trainable}
+        grads: Sequence[torch.Tensor | None] = [None] * len(trainable)
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
+        self._compare_grads(dict(zip(trainable, grads, strict=True)))
+        for b in self._dag.buffers:
+            if b.update is not None:
+                ours.buffers[b.name] = env[b.update].detach().clone()
+        self._compare_buffers(ours)
+        return {n: g for n, g in zip(trainable, grads, strict=True) if g is not None}
+
+    def _eval_step(self, ours: _Side, key: RngKey) -> None:
+        batch, tensors = self._batch(2, 1)
+        with own_randomness(1), SeededRandom(self._draws, key, False) as mode, no_dice():
+            theirs = self._step(self._model, batch).detach()
+        mode.finish()
+        loss, _ = self._interpret(ours, tensors, 2, key, False)
+        self._same("the loss in eval mode", theirs, loss.detach(), slack=10.0)
+
+    def _interpret(
+        self, side: _Side, tensors: Mapping[str, torch.Tensor], count: int, key: RngKey, training: bool
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        env = {i.value: tensors[i.name] for i in self._dag.inputs}
+        env.update({p.value: side.params[p.name] for p in self._dag.params})
+        env.update({b.value: side.buffers[b.name] for b in self._dag.buffers})
+        device = next((p.device for p in side.params.values()), torch.device("cpu"))
+        env.update(constants(self._dag, device))
+        self._program(env, batch=count, training=training, rng=key, device=device)
+        return env[self._dag.loss], env
+
+    def _update(self, ours: _Side, grads: Mapping[str, torch.Tensor]) -> None:
+        """One plain gradient step on both sides, so that a weight baked into the graph shows."""
+        held = dict(self._model.named_parameters())
+        with torch.no_grad():
+            for name, g in grads.items():
+                rate = 0.01 * float(held[name].norm()) / max(float(g.norm()), 1e-12)
+                ours.params[name] = (ours.params[name] - rate * g).detach().requires_grad_(True)
+                held[name].copy_(ours.params[name])
+
+    # -- comparisons -------------------------------------------------------------------------------------------
+
+    def _same(self, what: str, a: torch.Tensor, b: torch.Tensor, *, scale: float = 0.0, slack: float = 1.0) -> None:
+        if a.shape == b.shape and torch.equal(a, b):
+            return
+        if a.shape != b.shape:
+            raise CaptureError(f"{what} has shape {tuple(a.shape)} in the module and {tuple(b.shape)} captured")
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        gap = float((a.to(wide) - b.to(wide)).norm())
+        size = max(float(a.to(wide).norm()), scale, 1e-30)
+        self._exact = False
+        self._worst = max(self._worst, gap / size)
+        if not gap <= self._tol * slack * size:
+            raise CaptureError(
+                f"{what} differs between the module and its captured graph (relative {gap / size:.1e}); {_CAUSES}"
+            )
+
+    def _compare_grads(self, mine: Mapping[str, torch.Tensor | None]) -> None:
+        held = dict(self._model.named_parameters())
+        norms = [float(p.grad.norm()) for p in held.values() if p.grad is not None]
+        scale = 1e-2 * max(norms, default=0.0)
+        for name, g in mine.items():
+            theirs = held[name].grad
+            if theirs is None and g is None:
+                continue
+            if theirs is None or g is None:
+                has, lacks = ("captured graph", "module") if theirs is None else ("module", "captured graph")
+                raise CaptureError(f"{name!r} has a gradient in the {has} and none in the {lacks}; {_CAUSES}")
+            self._same(f"the gradient of {name!r}", theirs, g, scale=scale)
+
+    def _compare_buffers(self, ours: _Side) -> None:
+        for name, theirs in self._model.named_buffers():
+            if name in ours.buffers:
+                self._same(f"buffer {name!r}", theirs.detach(), ours.buffers[name])
+
+
+_CAUSES = (
+    "usual causes: hooks, a buffer assigned instead of updated in place, a custom autograd.Function, a Python counter "
+    "or random number, a branch on self.training that is no dropout or batch norm"
+)
+
+
+def constants(dag: OpDag, device: torch.device) -> dict[int, torch.Tensor]:
+    """Value id -> tensor of every constant of the graph."""
+    out = {}
+    for c in dag.consts:
+        spec = dag.values[c.value]
+        flat = torch.frombuffer(bytearray(c.data), dtype=dtype_of(spec.dtype)) if c.data else torch.empty(0)
+        out[c.value] = flat.to(dtype_of(spec.dtype)).reshape(spec.at(0)).to(device)
+    return out

@@ -19,6 +19,7 @@ Direction: TypeAlias = Literal["forward", "backward"]
 Shape: TypeAlias = tuple[int, ...]
 Aux: TypeAlias = Any  # opaque; what a codec keeps of a micro-batch between its forward and its backward frame
 
+SKIPPED = "skipped"  # aux of an activation that was not finite: its gradient is sent as such too
 SMALL = 256  # elements; a lossy codec sends fewer than this exactly, there is nothing to win
 
 
@@ -51,7 +52,7 @@ class Codec:
         """Payload of an activation, and what `decode_backward` of the same micro-batch needs."""
         exact = self._special(x, backward=False)
         if exact is not None:
-            return exact, None
+            return exact, SKIPPED if exact[3] & wire.NONFINITE else None
         body, aux = self._encode_forward(x.detach().to(torch.float32).contiguous(), key)
         return wire.join(wire.header(self.id, x.dtype, tuple(x.shape), 0), body), aux
 
@@ -61,7 +62,7 @@ class Codec:
         """The activation, in storage of its own, and what `encode_backward` needs. FrameError if the bytes lie."""
         body, exact = self._open(payload, shape, dtype, "forward")
         if exact is not None:
-            return exact, None
+            return exact, SKIPPED if payload[3] & wire.NONFINITE else None
         x, aux = self._decode_forward(body, shape, key)
         return x.to(dtype), aux
 
@@ -70,6 +71,8 @@ class Codec:
         exact = self._special(g, backward=True)
         if exact is not None:
             return exact
+        if aux is SKIPPED:
+            return wire.header(self.id, g.dtype, tuple(g.shape), wire.BACKWARD | wire.NONFINITE)
         body = self._encode_backward(g.detach().to(torch.float32).contiguous(), aux, key)
         return wire.join(wire.header(self.id, g.dtype, tuple(g.shape), wire.BACKWARD), body)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import zstandard
 
-from fusion_p2p.codec import wire
+from fusion_p2p.codec import entropy, wire
 from fusion_p2p.errors import FrameError
 
 _RICE, _ZSTD = 0, 1
@@ -65,21 +64,12 @@ def _zstd_encode(gaps: np.ndarray) -> bytes:
         escapes = gaps // _ESCAPE
         raw = np.full(gaps.size + int(escapes.sum()), _ESCAPE, dtype=np.uint8)
         raw[np.cumsum(escapes + 1) - 1] = gaps % _ESCAPE
-    packed = zstandard.ZstdCompressor(level=1, write_checksum=False).compress(raw.tobytes())
+    packed = entropy.compress(raw.tobytes())
     return len(packed).to_bytes(4, "little") + packed
 
 
 def _zstd_decode(body: wire.Reader, k: int, n: int) -> np.ndarray:
-    packed = body.take(body.u32())
-    most = k + n // _ESCAPE
-    try:
-        size = zstandard.get_frame_parameters(packed).content_size
-        if not k <= size <= most:
-            raise FrameError(f"frame holds {size} gap bytes, between {k} and {most} expected")
-        raw = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompress(packed, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise FrameError(f"frame's index list is no zstd frame: {error}") from None
-    codes = np.frombuffer(raw, dtype=np.uint8)
+    codes = np.frombuffer(entropy.expand(body.take(body.u32()), k, k + n // _ESCAPE), dtype=np.uint8)
     ends = np.flatnonzero(codes != _ESCAPE)
     if ends.size != k or codes.size == 0 or codes[-1] == _ESCAPE:
         raise FrameError(f"frame holds {ends.size} gaps, {k} expected")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from fusion_p2p.errors import InputError
 
 
-def integers(arg: str, example: str, count: int) -> list[int]:
-    """`count` positive integers separated by slashes; InputError names the `example`."""
+def numbers(arg: str, example: str, count: int) -> list[float]:
+    """`count` positive decimals separated by slashes; InputError names the `example`."""
     parts = arg.split("/")
-    if len(parts) != count or not all(p.isascii() and p.isdigit() and len(p) < 6 for p in parts):
-        raise InputError(f"codec arguments {arg!r} are not {count} integers; write it like {example}")
-    return [int(p) for p in parts]
+    if len(parts) != count or not all(p.isascii() and p.replace(".", "", 1).isdigit() and len(p) < 8 for p in parts):
+        raise InputError(f"codec arguments {arg!r} are not {count} numbers; write it like {example}")
+    return [float(p) for p in parts]
 
 
 def density(arg: str, example: str) -> float:
@@ -22,4 +22,11 @@ def density(arg: str, example: str) -> float:
     value = 1 / value if value > 1 else value
     if not 1e-6 <= value <= 1:
         raise InputError(f"density {arg!r} is not in (0, 1]; write it like {example}")
+    return value
+
+
+def bits(value: float, allowed: tuple[float, ...], name: str) -> float:
+    """`value` if it is one of `allowed`."""
+    if value not in allowed:
+        raise InputError(f"codec {name!r} asks for {value:g} bits; use one of {', '.join(f'{b:g}' for b in allowed)}")
     return value

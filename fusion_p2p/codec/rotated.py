@@ -1,4 +1,7 @@
-"""`rotated:F/B`: F-bit activations, randomly rotated, channel means sent apart; B-bit unbiased gradients."""
+"""`rotated:F/B`: F-bit activations, randomly rotated, channel means sent apart; B-bit unbiased gradients.
+
+F and B are bits per element after entropy coding (0.5 to 6, see `rotation.STEP`).
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,16 @@ import torch
 
 from fusion_p2p.codec import channels, rotation, wire
 from fusion_p2p.codec.base import Aux, Codec, Direction, FrameKey, Shape
-from fusion_p2p.codec.names import integers
-from fusion_p2p.errors import InputError
+from fusion_p2p.codec.names import bits, numbers
 
 
 class Rotated(Codec):
     id = wire.ROTATED
 
-    def __init__(self, forward_bits: int, backward_bits: int, device: str | torch.device = "cpu") -> None:
+    def __init__(self, forward_bits: float, backward_bits: float, device: str | torch.device = "cpu") -> None:
         super().__init__(device)
         self.bits = {"forward": forward_bits, "backward": backward_bits}
-        self.name = f"rotated:{forward_bits}/{backward_bits}"
+        self.name = f"rotated:{forward_bits:g}/{backward_bits:g}"
 
     def _encode_forward(self, x: torch.Tensor, key: FrameKey) -> tuple[wire.Body, Aux]:
         rows, mean = channels.remove_mean(channels.to_rows(x))
@@ -41,14 +43,16 @@ class Rotated(Codec):
 
     def _bound(self, shape: Shape, direction: Direction) -> int:
         mean = channels.mean_bytes(shape) if direction == "forward" else 0
-        return mean + rotation.size(wire.numel(shape), self.bits[direction])
+        return mean + rotation.bound(wire.numel(shape), self.bits[direction])
+
+    def _bytes(self, shape: Shape, direction: Direction) -> float:
+        mean = channels.mean_bytes(shape) if direction == "forward" else 0
+        return mean + rotation.expected(wire.numel(shape), self.bits[direction])
 
     def _passes(self, direction: Direction) -> float:
         return 30.0
 
 
 def make(arg: str, device: torch.device) -> Rotated:
-    bits = integers(arg, "rotated:4/2", 2)
-    if bits[0] not in (2, 3, 4, 5, 6) or bits[1] not in (1, 2, 3, 4, 5, 6):
-        raise InputError(f"codec 'rotated:{arg}' has bits out of range; use 2-6 forward and 1-6 backward")
-    return Rotated(bits[0], bits[1], device)
+    forward, backward = (bits(b, tuple(rotation.STEP), f"rotated:{arg}") for b in numbers(arg, "rotated:4/2", 2))
+    return Rotated(forward, backward, device)

@@ -14,7 +14,7 @@ import torch
 
 from fusion_p2p.codec import channels, rotation, wire
 from fusion_p2p.codec.base import Aux, Codec, Direction, FrameKey, Shape
-from fusion_p2p.codec.names import integers
+from fusion_p2p.codec.names import bits, numbers
 from fusion_p2p.errors import FrameError, InputError
 
 REFRESH = 32  # steps between bases
@@ -45,11 +45,15 @@ def principal_axes(rows: torch.Tensor, rank: int) -> torch.Tensor:
 class Subspace(Codec):
     id = wire.SUBSPACE
 
-    def __init__(self, rank: int, forward_bits: int, backward_bits: int, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self, rank: int, forward_bits: float, backward_bits: float, device: str | torch.device = "cpu"
+    ) -> None:
         super().__init__(device)
         self.rank = rank
         self.bits = {"forward": forward_bits, "backward": backward_bits}
-        self.name = f"subspace:{rank}/{forward_bits}" + (f"/{backward_bits}" if backward_bits != forward_bits else "")
+        self.name = f"subspace:{rank}/{forward_bits:g}" + (
+            f"/{backward_bits:g}" if backward_bits != forward_bits else ""
+        )
         self._current: Basis | None = None
 
     def _rank(self, shape: Shape) -> int:
@@ -95,8 +99,8 @@ class Subspace(Codec):
         return basis
 
     def _encode_backward(self, g: torch.Tensor, aux: Aux, key: FrameKey) -> wire.Body:
-        if not isinstance(aux, Basis):  # the activation was a special frame: its step will be skipped
-            raise FrameError(f"{self.name} has no basis for this gradient: its activation was not finite")
+        if not isinstance(aux, Basis):
+            raise FrameError(f"{self.name} was given {type(aux).__name__} for the basis of this gradient's activation")
         coefficients = (channels.to_rows(g) @ aux.axes.to(g.device)).view(-1)
         return [aux.digest, *rotation.encode(coefficients, self.bits["backward"], key, 1, unbiased=True)]
 
@@ -120,14 +124,17 @@ class Subspace(Codec):
 
     def _bound(self, shape: Shape, direction: Direction) -> int:
         rows, width = channels.split(shape)
-        coefficients = rotation.size(rows * self._rank(shape), self.bits[direction])
+        coefficients = rotation.bound(rows * self._rank(shape), self.bits[direction])
         if direction == "backward":
             return _HASH + coefficients
         return 1 + _HASH + 2 * width * self._rank(shape) + channels.mean_bytes(shape) + coefficients
 
     def _bytes(self, shape: Shape, direction: Direction) -> float:
-        once = 2 * channels.split(shape)[1] * self._rank(shape)
-        return self._bound(shape, direction) - (once * (1 - 1 / REFRESH) if direction == "forward" else 0)
+        rows, width = channels.split(shape)
+        coefficients = rotation.expected(rows * self._rank(shape), self.bits[direction])
+        if direction == "backward":
+            return _HASH + coefficients
+        return 1 + _HASH + 2 * width * self._rank(shape) / REFRESH + channels.mean_bytes(shape) + coefficients
 
     def _passes(self, direction: Direction) -> float:
         return 20.0
@@ -136,7 +143,8 @@ class Subspace(Codec):
 def make(arg: str, device: torch.device) -> Subspace:
     if arg.count("/") < 2:
         arg += "/" + arg.rpartition("/")[2]
-    rank, forward, backward = integers(arg, "subspace:64/4", 3)
-    if not 1 <= rank <= 8192 or not 2 <= forward <= 6 or not 1 <= backward <= 6:
-        raise InputError(f"codec 'subspace:{arg}' is out of range; use rank 1-8192, 2-6 bits forward, 1-6 backward")
-    return Subspace(rank, forward, backward, device)
+    rank, *widths = numbers(arg, "subspace:64/4", 3)
+    if rank != int(rank) or not 1 <= rank <= 8192:
+        raise InputError(f"codec 'subspace:{arg}' has rank {rank:g}; use a whole number from 1 to 8192")
+    forward, backward = (bits(b, tuple(rotation.STEP), f"subspace:{arg}") for b in widths)
+    return Subspace(int(rank), forward, backward, device)

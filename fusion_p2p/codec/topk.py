@@ -42,7 +42,7 @@ class TopK(Codec):
 
     def _encode(self, x: torch.Tensor) -> wire.Body:
         flat = x.view(-1)
-        indices, _ = select(flat, kept(tuple(x.shape), self.density))
+        indices = select(flat, kept(tuple(x.shape), self.density))
         return [wire.tensor_bytes(indices.to(torch.int32)), wire.tensor_bytes(flat[indices])]
 
     def _decode(self, body: memoryview, shape: Shape) -> torch.Tensor:

@@ -1,0 +1,84 @@
+"""Malformed, truncated and lying payloads: typed errors only, and no memory above the bound (short form of the soak)."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+
+import pytest
+import torch
+
+from fusion_p2p.codec import parse
+from fusion_p2p.errors import FrameError
+from tests.adversarial.codec_fuzz import KEY, NAMES, frames, fuzz, mutate
+
+
+def test_mutated_payloads_give_typed_errors_only() -> None:
+    tally = fuzz(seed=7, count=15_000)
+    assert tally.refused > 5_000
+    assert tally.decoded > 500
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_decoder_takes_no_more_memory_than_its_shape_warrants(name: str) -> None:
+    shape, rng = (64, 64), random.Random(3)
+    forward, _, _ = frames(name, shape, torch.float32, 1)
+    codec = parse(name)
+    codec.decode_forward(forward, shape, torch.float32, KEY)
+    tracemalloc.start()
+    try:
+        for _ in range(300):
+            try:
+                codec.decode_forward(mutate(forward, rng, [forward]), shape, torch.float32, KEY)
+            except FrameError:
+                continue
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 * 4 * 64 * 64 + 100_000  # a few int64 per element, and the interpreter's own
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_truncation_is_refused(name: str) -> None:
+    shape = (50, 7)
+    forward, backward, aux = frames(name, shape, torch.float32, 2)
+    for cut in range(0, len(forward), 3):
+        with pytest.raises(FrameError):
+            parse(name).decode_forward(forward[:cut], shape, torch.float32, KEY)
+    for cut in range(0, len(backward), 3):
+        with pytest.raises(FrameError):
+            parse(name).decode_backward(backward[:cut], shape, torch.float32, aux, KEY)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_frame_for_another_edge_is_refused(name: str) -> None:
+    forward, backward, aux = frames(name, (64, 64), torch.float32, 2)
+    codec = parse(name)
+    for shape, dtype in (((64, 65), torch.float32), ((4096,), torch.float32), ((64, 64), torch.bfloat16)):
+        with pytest.raises(FrameError):
+            codec.decode_forward(forward, shape, dtype, KEY)
+    with pytest.raises(FrameError, match="expected a forward frame"):
+        codec.decode_forward(backward, (64, 64), torch.float32, KEY)
+    with pytest.raises(FrameError, match="expected a backward frame|over the bound"):
+        codec.decode_backward(forward, (64, 64), torch.float32, aux, KEY)
+    for other in NAMES:
+        if other.split(":")[0] != name.split(":")[0]:
+            with pytest.raises(FrameError):
+                parse(other).decode_forward(forward, (64, 64), torch.float32, KEY)
+
+
+def test_a_zstd_bomb_is_refused_before_it_is_expanded() -> None:
+    import zstandard
+
+    shape = (64, 64)
+    forward, _, _ = frames("topk-masked:0.2", shape, torch.float32, 2)
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 24))
+    head = forward[: 5 + 4 * 2]
+    payload = head + bytes([1]) + len(bomb).to_bytes(4, "little") + bomb
+    tracemalloc.start()
+    try:
+        with pytest.raises(FrameError, match="zstd frame holds|over the bound"):
+            parse("topk-masked:0.2").decode_forward(payload, shape, torch.float32, KEY)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

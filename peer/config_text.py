@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Mapping
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -35,6 +36,23 @@ def render(preset: str) -> str:
         raise InputError(f"no preset {preset!r}; choose one of: {', '.join(PRESETS)}")
     head = f"# fusion-run train FILE.toml   ({preset}; keys behind # show their defaults)"
     return "\n".join([head, *_table(Config, (), PRESETS[preset], _SKIP[preset])]) + "\n"
+
+
+def dump(config: Config) -> str:
+    """Every key of a configuration, uncommented; `config.parse` reads it back equal."""
+    return "\n".join(_plain(config, ())) + "\n"
+
+
+def _plain(section: Section, path: tuple[str, ...]) -> list[str]:
+    lines = ["", f"[{'.'.join(path)}]"] if path else []
+    tables: list[str] = []
+    for field in msgspec.structs.fields(section):
+        value = getattr(section, field.name)
+        if isinstance(value, Section):
+            tables += _plain(value, (*path, field.name))
+        else:
+            lines.append(f"{field.name} = {_toml(value)}")
+    return lines + tables
 
 
 def _table(
@@ -80,7 +98,7 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # a TOML basic string is JSON's
     if isinstance(value, tuple | list):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     return repr(value)

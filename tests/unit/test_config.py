@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fusion_p2p.errors import InputError
 from peer import config
-from peer.config_text import PRESETS, render
+from peer.config_text import PRESETS, dump, render
 
 MODEL = '[model]\nfamily = "gpt2"\n[data]\npath = "books"\n'
 
@@ -94,6 +94,14 @@ def test_any_table_is_a_configuration_or_one_line(raw: dict[str, object]) -> Non
         config.check(raw, "x")
     except InputError as e:
         assert str(e).startswith("x: ")
+
+
+@given(st.text(max_size=20), st.floats(min_value=1e-9, max_value=1e9), st.lists(st.text(max_size=5), max_size=3))
+def test_a_kept_configuration_reads_back_equal(path: str, lr: float, peers: list[str]) -> None:
+    settings = config.check({"model": {"family": "gpt2"}, "data": {"path": "x" + path}}, "x")
+    settings = config.replace(settings, "optimizer", lr=lr)
+    settings = config.replace(settings, "swarm", allow_peers=peers)
+    assert config.parse(dump(settings)) == settings
 
 
 def test_changes_from_the_command_line_are_checked_alike() -> None:

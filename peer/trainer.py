@@ -27,7 +27,7 @@ from fusion_p2p.split import StageProgram, split
 from fusion_p2p.workload import atoms
 from peer.blobs import fetch_blob
 from peer.errors import BlobError, WireError
-from peer.events import PlanAdopted, RunEvent, Sink
+from peer.events import PlanAdopted, RunEvent, Sink, StepResult
 from peer.links import Links
 from peer.placement import DeviceOffer, PlanRequest, rehost
 from peer.protocol import BlobRef, Mark, Snapshotted, StageFault, StageStatus, Trim
@@ -41,6 +41,7 @@ from peer.trainer_watch import Watch
 
 log = logging.getLogger(__name__)
 
+AHEAD = 2  # ticks released before the oldest is done: the next one's data is there when a stage is free
 MAX_REPORT_BYTES = 4096
 MAX_SNAPSHOT_BYTES = 1 << 40
 SAVE_TRIES = 5
@@ -50,12 +51,11 @@ FATAL_FAULTS = frozenset({"died", "frame", "memory", "cap", "leaving"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerOptions:
-    """`ahead`: ticks released before the oldest is done. `peers`: volunteers to wait for, `gather_s` at most, before
+    """`peers`: volunteers to wait for, `gather_s` at most, before
     the plan is made. `recover_s`: how long a lost stage waits for a new host before the run pauses."""
 
     numerics: Numerics  # its cuts count only in a resumed run
     stages: int | None = None
-    ahead: int = 2
     peers: int = 1
     gather_s: float = 60.0
     recover_s: float = 60.0
@@ -84,7 +84,7 @@ class Trainer:
             transport,
             session,
             dag,
-            spawn=self._spawn,
+            spawn=self.spawn,
             on_lost=self._on_lost,
             on_fault=self._on_fault,
             on_status=self._on_status,
@@ -97,7 +97,7 @@ class Trainer:
         self._lost: dict[str, str] = {}  # peer of the plan -> why it is gone
         self._results: dict[int, asyncio.Future[TickResult]] = {}
         self._turn, self._save_turn = asyncio.Lock(), asyncio.Lock()
-        self._slots = asyncio.Semaphore(options.ahead)
+        self._slots = asyncio.Semaphore(AHEAD)
         self._whole, self._broken = asyncio.Event(), asyncio.Event()
         self._failed: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -123,7 +123,8 @@ class Trainer:
         if self._failed is not None and self._failed.done():
             self._failed.exception()  # seen
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` until the session ends; its failure is the session's."""
         task = asyncio.create_task(self._guard(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -203,9 +204,9 @@ class Trainer:
             logged=lambda dst: True,
             start_tick=first_tick,
         ).__aenter__()
-        self._spawn(self._collect(self._links, self._book))
+        self.spawn(self._collect(self._links, self._book))
         await self._adopt(plan)
-        self._spawn(self._repair())
+        self.spawn(self._repair())
         return plan
 
     def _first_set(self, plan: Plan, data_state: bytes) -> Manifest:
@@ -249,7 +250,7 @@ class Trainer:
     async def release(self, feed: Mapping[int, torch.Tensor], *, training: bool) -> asyncio.Future[TickResult]:
         """Open the next tick with this batch (value id -> tensor, as `capture.feed` gives it); a future of its result.
 
-        Waits while `ahead` ticks are open. InputError for a batch that is not what was captured.
+        Waits while AHEAD ticks are open. InputError for a batch that is not what was captured.
         """
         future: asyncio.Future[TickResult] = await self._or_fail(self._release(feed, training))
         return future
@@ -260,7 +261,7 @@ class Trainer:
         await self._slots.acquire()
         async with self._turn:
             header = StepHeader(training, self.step, sizes)
-            tick = self._book.release(header, _tokens(feed))
+            tick = self._book.release(header, _tokens(feed), asyncio.get_running_loop().time())
             future: asyncio.Future[TickResult] = asyncio.get_running_loop().create_future()
             self._results[tick] = future
             self.step += training
@@ -268,15 +269,22 @@ class Trainer:
                 await self._links.send(frame)
         return future
 
+    async def wait(self, future: asyncio.Future[TickResult]) -> TickResult:
+        """The result of a released tick."""
+        result: TickResult = await self._or_fail(_result(future))
+        return result
+
     async def _collect(self, links: Links, book: TickBook) -> None:
         async for frame in links.frames():
             try:
-                result = book.take(frame)
+                result = book.take(frame, asyncio.get_running_loop().time())
             except FrameError as error:
                 self._exclude(frame.src, str(error))
                 continue
             if result is not None:
                 self._slots.release()
+                if result.header.training:
+                    self._sink(step_result(result))
                 waiter = self._results.pop(result.tick)
                 if not waiter.done():
                     waiter.set_result(result)
@@ -354,6 +362,10 @@ class Trainer:
                 self._on_lost(lost.peer, lost.reason)
 
     # --- losses
+
+    def hosts_stage(self, peer: str) -> bool:
+        """Whether `peer` has, or is being offered, a stage: only such peers are served snapshots."""
+        return self._assembly.asked(peer)
 
     def _on_lost(self, peer: str, reason: str) -> None:
         if self.plan is None or peer in self._lost or peer not in {p.peer for p in self.plan.placement}:
@@ -443,6 +455,21 @@ class Trainer:
 
     def _say(self, kind: str, text: str, *, peer: str = "", stage: int = -1) -> None:
         self._sink(RunEvent(kind=kind, text=text, time_s=self._session.clock(), step=self.step, peer=peer, stage=stage))
+
+
+async def _result(future: asyncio.Future[TickResult]) -> TickResult:
+    return await future
+
+
+def step_result(result: TickResult) -> StepResult:
+    """A training tick as watchers see it."""
+    return StepResult(
+        step=result.header.step,
+        loss=result.loss,
+        step_time_s=result.time_s,
+        samples=sum(result.header.sizes),
+        tokens=result.tokens,
+    )
 
 
 def _tokens(feed: Mapping[int, torch.Tensor]) -> int:

@@ -163,6 +163,10 @@ class Assembly:
             message = Connect(run=run, plan=plan.number, stage=k, endpoints=endpoints)
             await self._hosts[p.peer].send(message)
 
+    def asked(self, peer: str) -> bool:
+        """Whether `peer` was admitted by us: it has a stage, or an offer to take one."""
+        return peer in self._hosts
+
     def host(self, peer: str) -> Host:
         """The open link to a host of this plan; HostLost if it is gone."""
         if peer not in self._hosts:

@@ -149,6 +149,13 @@ class RunFolder:
     def progress(self) -> Progress:
         return self._read(self.root / "progress.json", Progress)
 
+    def next_epoch(self) -> int:
+        """This session's number, above every earlier one's; on disk before it is used (DESIGN 'Fencing')."""
+        path = self.root / "epoch"
+        epoch = int(path.read_text()) + 1 if path.exists() else 1
+        write_atomic(path, str(epoch).encode())
+        return epoch
+
     def save_set(self, manifest: Manifest) -> None:
         """Add a complete set and forget all but the newest two. BlobError unless its blobs are all in `blobs`."""
         for entry in manifest.stages:

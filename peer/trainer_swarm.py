@@ -80,6 +80,9 @@ class Swarm:
             sent_part = records.RunLinks(run=record.run, owner=record.owner, part=part, plan=plan.number, links=some)
             self._board.publish(sent_part, signer)
 
+    def publish_events(self, events: records.RunEvents, signer: Signer) -> None:
+        self._board.publish(events, signer)
+
     async def flush(self) -> None:
         await self._board.flush()
 

@@ -20,19 +20,21 @@ _REPORT = msgspec.msgpack.Decoder(TickReport)
 
 @dataclass(frozen=True, slots=True)
 class TickResult:
-    """`loss` is the mean over the tick's samples."""
+    """`loss` is the mean over the samples; `time_s` from the tick before, or from its release if that was later."""
 
     tick: int
     header: StepHeader
     loss: float
     tokens: int
     reports: dict[int, TickReport]
+    time_s: float
 
 
 @dataclass(slots=True)
 class _Open:
     header: StepHeader
     tokens: int
+    released_s: float
     losses: dict[int, float] = field(default_factory=dict)
     reports: dict[int, TickReport] = field(default_factory=dict)
 
@@ -44,15 +46,16 @@ class TickBook:
         self._stages = stages
         self.next_tick = first_tick
         self._open: dict[int, _Open] = {}
+        self._last_s = float("-inf")
 
     @property
     def open_ticks(self) -> int:
         return len(self._open)
 
-    def release(self, header: StepHeader, tokens: int) -> int:
+    def release(self, header: StepHeader, tokens: int, now_s: float) -> int:
         """Open the next tick; its number."""
         tick, self.next_tick = self.next_tick, self.next_tick + 1
-        self._open[tick] = _Open(header, tokens)
+        self._open[tick] = _Open(header, tokens, now_s)
         return tick
 
     def missing(self) -> str:
@@ -65,7 +68,7 @@ class TickBook:
         losses = len(held.header.sizes) - len(held.losses)
         return f"tick {tick}: {losses} losses, reports of stages {stages}"
 
-    def take(self, frame: Frame) -> TickResult | None:
+    def take(self, frame: Frame, now_s: float) -> TickResult | None:
         """Account for a LOSS or DONE frame; the result if it was the tick's last."""
         held = self._open.get(frame.tick)
         if held is None:
@@ -90,4 +93,5 @@ class TickBook:
         del self._open[frame.tick]
         sizes = held.header.sizes
         loss = sum(held.losses[m] * size for m, size in enumerate(sizes)) / sum(sizes)
-        return TickResult(frame.tick, held.header, loss, held.tokens, held.reports)
+        time_s, self._last_s = now_s - max(held.released_s, self._last_s), now_s
+        return TickResult(frame.tick, held.header, loss, held.tokens, held.reports, time_s)

@@ -1,0 +1,422 @@
+"""The trainer's Python API: `fusion_p2p.Run` and `fusion_p2p.LocalSwarm`.
+
+    with fusion_p2p.Run(model, data=data, optimizer=fusion_p2p.AdamW(lr=3e-4), micro_batches=16, micro_batch_size=4,
+                        swarm=fusion_p2p.LocalSwarm(peers=4)) as run:
+        for step in run.steps(200): ...
+
+Everything asynchronous happens on a thread of the run's own; the methods here block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from dht.home import home, last_swarm
+from fusion_p2p.capture import Loss, capture, feed
+from fusion_p2p.errors import InputError
+from fusion_p2p.ir import OpDag
+from fusion_p2p.optim import AdamW, check, from_torch
+from fusion_p2p.plan import Numerics, Plan
+from fusion_p2p.settings import OptimizerSpec
+from fusion_p2p.snapshot import from_bytes, initial_state, to_bytes, weights, weights_blake2b
+from fusion_p2p.split import StageProgram
+from peer.api_loop import LoopThread
+from peer.api_session import Initial, SwarmSession, open_session
+from peer.data import Batch, Source, tensor_batch
+from peer.data_stream import SpooledSource, as_source
+from peer.events import EvalResult, Happening, Sink, StepResult
+from peer.lab.local_swarm import LocalSwarm
+from peer.report import Report
+from peer.signing import load_or_create_key, make_run_spec
+from peer.trainer import AHEAD, TrainerOptions, step_result
+from peer.trainer_host import RunPaused
+from peer.trainer_state import RunFolder
+from peer.trainer_ticks import TickResult
+
+__all__ = ["LocalSwarm", "Run", "RunPaused", "TrainSummary"]
+
+CLOSE_TIMEOUT_S = 9.0
+REPORT_WAIT_S = 4.0
+
+
+class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What `Run.train` did. Rates leave out the first step, which fills the pipeline."""
+
+    steps: int
+    first_loss: float
+    last_loss: float
+    seconds: float
+    tokens_per_s: float
+    samples_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What an open run holds."""
+
+    loop: LoopThread
+    session: SwarmSession
+    folder: RunFolder
+    dag: OpDag
+    constants: Mapping[str, Any]
+    source: Source
+
+
+class Run:
+    """Trains `model` on a swarm. A context manager: volunteers are asked on entering and freed on leaving.
+
+    model: any nn.Module; a dict batch calls `model(**batch)`, a tuple `model(*batch)`. data: an iterable of batches
+    (dicts or tuples of tensors, dimension 0 the samples; any size, they are regrouped) or a `peer.data.Source`.
+    loss: function of (output, batch), None takes `output.loss`. optimizer: `fusion_p2p.AdamW` / `SGD`, or a fresh
+    `torch.optim.AdamW` / `SGD`. The global batch is micro_batches x micro_batch_size samples.
+    swarm: a LocalSwarm, an address, a list of them; None: $FUSION_SWARM, then the last swarm joined.
+    stages: None lets the planner choose. numerics: "pinned" keeps the first plan's numerics to the end.
+    allow_peers: only these peer ids see the run. compute: this machine hosts stages too, where `swarm` is an address.
+    save_every: steps between complete sets in run_dir (None: a temporary folder). recover_s: how long a lost stage may
+    wait for a new host before the run pauses. on: sinks that hear every happening, on the run's own thread.
+    Raises InputError (bad input, one line with the fix), CaptureError, RunPaused.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        *,
+        data: Any,
+        loss: Loss | None = None,
+        name: str = "run",
+        description: str = "",
+        optimizer: OptimizerSpec | torch.optim.Optimizer | None = None,
+        micro_batches: int = 8,
+        micro_batch_size: int = 8,
+        clip_norm: float | None = None,
+        swarm: LocalSwarm | str | Sequence[str] | None = None,
+        stages: int | None = None,
+        seed: int = 0,
+        run_dir: str | os.PathLike[str] | None = None,
+        numerics: str = "pinned",
+        dtype: str = "float32",
+        threads: int = 1,
+        allow_peers: Sequence[str] = (),
+        compute: bool = True,
+        save_every: int = 50,
+        recover_s: float = 60.0,
+        total_steps: int = 0,
+        on: Sequence[Sink] = (),
+    ) -> None:
+        if numerics != "pinned":
+            raise InputError(f"numerics = {numerics!r}; this version keeps the first plan's: pass numerics='pinned'")
+        for what, value in (("micro_batches", micro_batches), ("micro_batch_size", micro_batch_size)):
+            if value < 1:
+                raise InputError(f"{what} = {value} must be at least 1")
+        self._model, self._data, self._loss = model, data, loss
+        self._name, self._description, self._seed = name, description, seed
+        self._optimizer = _optimizer(optimizer, model, clip_norm)
+        self._numerics = Numerics(
+            cuts=(), micro_batches=micro_batches, micro_batch_size=micro_batch_size, dtype=dtype, threads=threads
+        )
+        self._swarm, self._stages, self._allow_peers, self._compute = swarm, stages, tuple(allow_peers), compute
+        self._save_every, self._recover_s, self._total_steps = save_every, recover_s, total_steps
+        self._resuming = False
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        self._report = Report()
+        self._sinks: tuple[Sink, ...] = (self._report, *on)
+        self._closing = contextlib.ExitStack()
+        self._open_run: _Opened | None = None
+        self._temporary: Path | None = None
+        self._saved_step = 0
+
+    @classmethod
+    def resume(
+        cls,
+        run_dir: str | os.PathLike[str],
+        *,
+        data: Any,
+        model: torch.nn.Module | None = None,
+        swarm: LocalSwarm | str | Sequence[str] | None = None,
+        allow_peers: Sequence[str] = (),
+        compute: bool = True,
+        save_every: int = 50,
+        recover_s: float = 60.0,
+        total_steps: int = 0,
+        on: Sequence[Sink] = (),
+    ) -> Self:
+        """The run in `run_dir`, from its newest complete set on, with whatever volunteers there are now.
+
+        No model code is needed (`model` only for `export`): the folder holds the checked OP-DAG.
+        """
+        run = cls(
+            model,
+            data=data,
+            swarm=swarm,
+            run_dir=run_dir,
+            allow_peers=allow_peers,
+            compute=compute,
+            save_every=save_every,
+            recover_s=recover_s,
+            total_steps=total_steps,
+            on=on,
+        )
+        run._resuming = True
+        return run
+
+    # --- life
+
+    def __enter__(self) -> Self:
+        try:
+            self._open()
+        except BaseException:
+            self.close(failed=True)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close(failed=kind is not None)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Free the volunteers and end every process of the run. A failed run keeps its folder."""
+        o, self._open_run = self._open_run, None
+        try:
+            if o is not None:
+                with contextlib.suppress(TimeoutError):
+                    o.loop.call(o.session.close("paused" if failed else "done"), CLOSE_TIMEOUT_S)
+        finally:
+            self._closing.close()
+        if self._temporary is not None and not failed:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _open(self) -> None:
+        if self._run_dir is None:
+            self._temporary = Path(tempfile.mkdtemp(prefix=f"fusion-{self._name}-"))
+        root = self._run_dir or self._temporary or Path()
+        root.mkdir(parents=True, exist_ok=True)
+        folder, source = RunFolder(root), as_source(self._data, root / "spool")
+        owner = load_or_create_key(home() / "owner.key")
+        constants: Mapping[str, Any] = {}
+        initial: Initial = _no_initial
+        if self._resuming:
+            dag = msgspec.json.decode(folder.opdag(), type=OpDag)
+            manifest = folder.manifest()
+            self._numerics, self._saved_step = manifest.numerics, manifest.step
+            source.load_state_dict(msgspec.json.decode(manifest.data_state))
+        else:
+            dag, constants, initial = self._create(folder, source, owner)
+        if isinstance(self._swarm, LocalSwarm):
+            self._closing.enter_context(self._swarm)
+        loop = LoopThread(f"run {self._name}")
+        self._closing.callback(loop.stop)
+        loop.start()
+        local = isinstance(self._swarm, LocalSwarm)
+        work = open_session(
+            addresses=self._addresses(),
+            loopback=local,
+            compute=self._compute and not local,
+            allow_peers=self._allow_peers,
+            folder=folder,
+            owner=owner,
+            dag=dag,
+            options=TrainerOptions(
+                numerics=self._numerics,
+                stages=self._stages,
+                peers=self._swarm.peers if isinstance(self._swarm, LocalSwarm) else 1,
+                recover_s=self._recover_s,
+            ),
+            initial=initial,
+            sink=self._hear,
+            total_steps=self._total_steps,
+            data_state=_position(source),
+        )
+        self._open_run = _Opened(loop, loop.call(work), folder, dag, constants, source)
+
+    def _create(
+        self, folder: RunFolder, source: Source, owner: Ed25519PrivateKey
+    ) -> tuple[OpDag, Mapping[str, Any], Initial]:
+        """Capture the model and sign the spec."""
+        if folder.exists:
+            raise InputError(f"{folder.root} holds a run already; continue it with: fusion-run resume {folder.root}")
+        if self._model is None:
+            raise InputError("a new run needs a model; to continue one use Run.resume(run_dir, data=...)")
+        start = source.state_dict()
+        example = source.next_batch(self._numerics.micro_batch_size)
+        source.load_state_dict(start)
+        captured = capture(self._model, example, loss=self._loss, seed=self._seed)
+        _, signed = make_run_spec(
+            owner,
+            name=self._name,
+            opdag_hash=captured.opdag.hash,
+            seed=self._seed,
+            optimizer=self._optimizer,
+            created=time.time(),
+            description=self._description,
+        )
+        folder.create(signed, captured.opdag.to_bytes())
+        state = {name: t.detach().clone() for name, t in captured.state.items()}
+        return captured.opdag, captured.constants, lambda program: to_bytes(initial_state(state, program))
+
+    def _addresses(self) -> tuple[str, ...]:
+        if isinstance(self._swarm, LocalSwarm):
+            return tuple(self._swarm.addresses)
+        given = (self._swarm,) if isinstance(self._swarm, str) else tuple(self._swarm or ())
+        found = given or tuple(os.environ.get("FUSION_SWARM", "").split()) or last_swarm()
+        if not found:
+            raise InputError("no swarm: pass swarm=ADDRESS or a LocalSwarm, set FUSION_SWARM, or run fusion-peer join")
+        return found
+
+    def _hear(self, happening: Happening) -> None:
+        for sink in self._sinks:
+            sink(happening)
+
+    # --- training
+
+    def plan(self) -> Plan:
+        """The plan in force; `.explain()` says who hosts what and why."""
+        plan = self._opened().session.trainer.plan
+        assert plan is not None  # an open session has one
+        return plan
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps released so far, over all sessions of this run."""
+        return self._opened().session.trainer.step
+
+    def steps(self, count: int) -> Iterator[StepResult]:
+        """Train `count` steps, yielding each as it ends. Who leaves early keeps the steps under way, AHEAD at most."""
+        under_way = deque[asyncio.Future[TickResult]]()
+        released = 0
+        try:
+            while released < count or under_way:
+                while released < count and len(under_way) < AHEAD:
+                    self._save_if_due()
+                    under_way.append(self._release_next())
+                    released += 1
+                yield step_result(self._wait(under_way.popleft()))
+        except GeneratorExit:
+            while under_way and self._open_run is not None:
+                self._wait(under_way.popleft())
+            raise
+
+    def train(self, count: int) -> TrainSummary:
+        """Train `count` steps; blocks."""
+        begin = time.perf_counter()
+        done = list(self.steps(count))
+        counted = done[1:] or done
+        seconds = sum(s.step_time_s for s in counted)
+        return TrainSummary(
+            steps=len(done),
+            first_loss=done[0].loss if done else float("nan"),
+            last_loss=done[-1].loss if done else float("nan"),
+            seconds=time.perf_counter() - begin,
+            tokens_per_s=sum(s.tokens for s in counted) / seconds if seconds else 0.0,
+            samples_per_s=sum(s.samples for s in counted) / seconds if seconds else 0.0,
+        )
+
+    def evaluate(self, data: Any) -> float:
+        """Mean loss over every sample of `data` (batches, or a source of ours), in eval mode on the swarm.
+
+        Changes nothing. A batch may have any number of samples.
+        """
+        once = getattr(data, "once", None)
+        batches = data if once is None else once(self._numerics.micro_batches * self._numerics.micro_batch_size)
+        under_way = deque[asyncio.Future[TickResult]]()
+        total, samples = 0.0, 0
+        for element in itertools.chain(batches, itertools.repeat(None, AHEAD)):
+            if element is not None:
+                under_way.append(self._release(tensor_batch(element), training=False))
+            if under_way and (element is None or len(under_way) >= AHEAD):
+                result = self._wait(under_way.popleft())
+                size = sum(result.header.sizes)
+                total, samples = total + result.loss * size, samples + size
+        if not samples:
+            raise InputError("evaluate got no batches; pass at least one")
+        self._hear(EvalResult(step=self.step, loss=total / samples, samples=samples))
+        return total / samples
+
+    def _release_next(self) -> asyncio.Future[TickResult]:
+        samples = self._numerics.micro_batches * self._numerics.micro_batch_size
+        return self._release(self._opened().source.next_batch(samples), training=True)
+
+    def _release(self, batch: Batch, *, training: bool) -> asyncio.Future[TickResult]:
+        o = self._opened()
+        return o.loop.call(o.session.trainer.release(feed(o.dag, batch, o.constants), training=training))
+
+    def _wait(self, future: asyncio.Future[TickResult]) -> TickResult:
+        o = self._opened()
+        return o.loop.call(o.session.trainer.wait(future))
+
+    # --- state
+
+    def save(self) -> int:
+        """A complete set in the run folder, verified; the step it holds. `Run.resume` goes on from the newest."""
+        o = self._opened()
+        manifest = o.loop.call(o.session.trainer.save(_position(o.source)))
+        self._saved_step = manifest.step
+        if isinstance(o.source, SpooledSource):
+            oldest = o.folder.manifest(o.folder.sets()[0])
+            o.source.forget_before(msgspec.json.decode(oldest.data_state))
+        return manifest.step
+
+    def _save_if_due(self) -> None:
+        if self._save_every and self.step - self._saved_step >= self._save_every:
+            self.save()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Every persistent parameter and buffer as it is now, tied names too: loads with strict=True."""
+        dag, held = self._opened().dag, self._weights()
+        hidden = {b.name for b in dag.buffers if not b.persistent}
+        held.update((alias, held[name]) for alias, name in dag.aliases.items())
+        return {n: t for n, t in held.items() if n not in hidden and dag.aliases.get(n) not in hidden}
+
+    def export(self, out: str | os.PathLike[str]) -> list[str]:
+        """Load the weights into the model and write it as a folder that `from_pretrained` loads; its files."""
+        from peer.export import export, load_weights
+
+        if self._model is None:
+            raise InputError("export needs the model: Run.resume(run_dir, model=model, data=...)")
+        load_weights(self._model, self.state_dict(), "the run's state")
+        return export(self._model, Path(out))
+
+    def report(self) -> dict[str, Any]:
+        """Per-step loss and step_time_s, tokens_per_s, the plan, bytes_sent per link, events, weights_blake2b."""
+        o = self._opened()
+        hashed = weights_blake2b(self._weights())
+        o.loop.call(o.session.trainer.watch.news(self.plan().numerics.stages, REPORT_WAIT_S))
+        return self._report.as_dict(hashed)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        self.save()
+        folder = self._opened().folder
+        return weights(from_bytes(data) for data in folder.snapshots(folder.manifest()).values())
+
+    def _opened(self) -> _Opened:
+        if self._open_run is None:
+            raise InputError("the run is not open; use it inside: with fusion_p2p.Run(...) as run")
+        return self._open_run
+
+
+def _optimizer(
+    given: OptimizerSpec | torch.optim.Optimizer | None, model: torch.nn.Module | None, clip_norm: float | None
+) -> OptimizerSpec:
+    spec = from_torch(given, model) if isinstance(given, torch.optim.Optimizer) else given or AdamW(3e-4)
+    return spec if clip_norm is None else check(msgspec.structs.replace(spec, clip_norm=clip_norm))
+
+
+def _position(source: Source) -> bytes:
+    return msgspec.json.encode(source.state_dict())
+
+
+def _no_initial(program: StageProgram) -> bytes:
+    raise InputError(f"the run folder lacks the first snapshot of stage {program.stage}; start a new run")

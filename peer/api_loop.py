@@ -1,0 +1,56 @@
+"""A thread with its own uvloop, for the blocking API: notebooks and plain scripts need no event loop of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import uvloop
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines for other threads. Start with `start`, end with `stop`."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Wait for `work` to end on the loop. A KeyboardInterrupt (or the time running out) cancels it there."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except (KeyboardInterrupt, concurrent.futures.TimeoutError):
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        """Cancel what still runs and join the thread."""
+        if self._thread.is_alive():
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                self.call(_cancel_all(), 5.0)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5.0)
+        if not self._loop.is_running():
+            self._loop.close()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+
+async def _cancel_all() -> None:
+    tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=4.0)

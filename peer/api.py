@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -293,7 +293,7 @@ class Run:
         """Optimizer steps released so far, over all sessions of this run."""
         return self._opened().session.trainer.step
 
-    def steps(self, count: int) -> Iterator[StepResult]:
+    def steps(self, count: int) -> Generator[StepResult, None, None]:
         """Train `count` steps, yielding each as it ends. Who leaves early keeps the steps under way, AHEAD at most."""
         under_way = deque[asyncio.Future[TickResult]]()
         released = 0

@@ -63,9 +63,10 @@ def train(
 ) -> None:
     """Start a run: share the model out, train it, save a checkpoint, show the curve and a sample."""
     from peer import config as configuration
-    from peer import run_training
 
     settings = _adjusted(configuration.load(config), swarm, local, steps, minutes, no_compute)
+    from peer import run_training  # torch comes with it: a bad configuration is answered before
+
     _end(run_training.train(settings, run_dir=run_dir, report=report))
 
 

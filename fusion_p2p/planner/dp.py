@@ -91,6 +91,7 @@ def build(
         [r.encode_s_per_element + r.decode_s_per_element for r in costs.ladder.rungs], return_inverse=True
     )
     codec = rates[:, None] * costs.elements[at][None, :]
+    codec[:, [0, -1]] = 0.0  # no hop at the ends
     if relaxed:
         codec, class_of = codec[-1:], np.zeros_like(class_of)
     count = int(group.max()) + 1
@@ -218,18 +219,7 @@ def sweep(t: Tables, orders: Ints, thresholds_of: Ints, *, skip: bool = True) ->
             enter[0] = np.full((a_count, m), INF)
         if skip or s == 0:
             enter[0][:, 0] = 0.0
-        work = t.work_s[dev]
-        out: dict[int, Floats] = {}
-        for ko in ks:
-            total: Floats | None = None
-            for ki, g in enter.items():
-                lo = t.lo[ki][ko][thresholds_of, dev]
-                f = _window_min(g - work, lo)
-                if t.extra[ki][ko]:
-                    _add_extras(t, ki, ko, g - work, lo, f, thresholds_of, dev)
-                total = f if total is None else np.minimum(total, f, out=total)
-            assert total is not None
-            out[ko] = total + work
+        out = advance(t, enter, dev, thresholds_of)
         states.append([out[k] for k in ks])
         if skip:
             done = np.minimum(done, out[0][:, -1])
@@ -241,6 +231,22 @@ def sweep(t: Tables, orders: Ints, thresholds_of: Ints, *, skip: bool = True) ->
                 best_of[k].fill(INF)
                 best_of[k][rows, grp] = out[k]
     return Found(done, t, orders, thresholds_of, states, skip)
+
+
+def advance(t: Tables, enter: dict[int, Floats], dev: Ints, thresholds_of: Ints) -> dict[int, Floats]:
+    """Place a stage of dev[a] after entering at every position: enter[k] (A, m) by hop class -> F[k] (A, m)."""
+    work = t.work_s[dev]
+    out: dict[int, Floats] = {}
+    for ko in sorted({0, *t.classes}):
+        total = np.full(work.shape, INF)
+        for ki, g in enter.items():
+            lo = t.lo[ki][ko][thresholds_of, dev]
+            f = _window_min(g - work, lo)
+            if t.extra[ki][ko]:
+                _add_extras(t, ki, ko, g - work, lo, f, thresholds_of, dev)
+            np.minimum(total, f, out=total)
+        out[ko] = total + work
+    return out
 
 
 def _window_min(v: Floats, lo: Ints) -> Floats:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from fusion_p2p.errors import InputError
-from fusion_p2p.planner import bound, dp, orders
+from fusion_p2p.planner import bound, dp, exact, orders
 from fusion_p2p.planner.bound import Component
 from fusion_p2p.planner.costs import Chain, Costs, Score
 from fusion_p2p.planner.dp import Ints
@@ -15,6 +16,7 @@ from fusion_p2p.planner.fences import Fences, find_fences
 from fusion_p2p.planner.workload import Floats
 
 MOST_DEVICES = 40  # considered for one chain where skipping is allowed; longer chains pay in latency
+LOCAL_ORDERS = 24  # neighbour orders of one round of local search
 SPREAD = np.array([1.02, 1.2, 1.45, 1.8, 2.4, 3.5])  # first thresholds, in units of the bound's bottleneck
 
 
@@ -52,6 +54,11 @@ class Search:
         fences = tuple(g for f in self.fences if (g := tuple(d for d in f if d in keep)))
         whole = costs.work_s[:, -1]
         at = self._fine_positions()
+        if self.skip and len(keep) <= exact.MOST_DEVICES:
+            small = exact.best_of_all_orders(costs, sorted(keep), self._allowed())
+            if small is None or not small[1].fits:
+                raise InputError(self._shortage())
+            return [Best(*small, small[0].hosts, small[1].bottleneck_s)]
         found = self._screen(orders.candidate_orders(fences, self.trip, whole), at)
         if not found:
             raise InputError(self._shortage())
@@ -167,7 +174,33 @@ class Search:
         return best
 
     def _local(self, found: list[Best]) -> list[Best]:
-        return found
+        """Hill climbing over orders: move, reverse and swap runs of a fence, move single devices."""
+        rng = random.Random(len(self.costs.net))
+        at = self._fine_positions()
+        fence_of = {d: n for n, f in enumerate(self.fences) for d in f}
+        best, idle = found[0], 0
+        for _ in range(self.local_rounds):
+            order = self._short_order(best)
+            near = orders.neighbours(order, fence_of, rng, LOCAL_ORDERS)
+            thresholds = best.threshold_s * np.array([0.93, 0.98, 1.0])
+            tried = self._best_of(near, thresholds, at)
+            tried = [self._polish(b) for b in tried[:2]]
+            better = min(tried, key=lambda b: (not b.score.fits, b.score.step_s), default=best)
+            if better.score.fits and better.score.step_s < best.score.step_s * (1 - 1e-6):
+                best, idle = better, 0
+                found = [best, *found][: self.finalists]
+            elif (idle := idle + 1) == 3:
+                break
+        refined = [self._polish(b) for b in self._refine([best], at)[:1]]
+        return sorted([*refined, *found], key=lambda b: (not b.score.fits, b.score.step_s))[: self.finalists]
+
+    def _short_order(self, best: Best) -> orders.Order:
+        """The order without most of the devices that the chain skips: only the fastest eight of them stay."""
+        if not self.skip:
+            return best.order
+        used = set(best.chain.hosts)
+        spare = sorted((d for d in best.order if d not in used), key=lambda d: float(self.costs.work_s[d, -1]))[:8]
+        return tuple(d for d in best.order if d in used or d in spare)
 
     def _shortage(self) -> str:
         need = self.costs.held_bytes[-1]

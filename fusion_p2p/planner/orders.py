@@ -5,7 +5,8 @@ The search adds the reverse of those that do well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -46,6 +47,34 @@ def candidate_orders(fences: Fences, hop_s: Floats, whole_s: Floats, limit: int 
 
 def distinct(orders: Iterable[Order]) -> list[Order]:
     return list(dict.fromkeys(tuple(int(x) for x in o) for o in orders))
+
+
+def neighbours(order: Order, fence_of: Mapping[int, int], rng: random.Random, count: int) -> list[Order]:
+    """`order` and up to `count` - 1 others: runs of one fence moved, reversed or swapped, single devices moved."""
+    runs: list[list[int]] = []
+    for d in order:
+        if runs and fence_of.get(runs[-1][-1], -1) == fence_of.get(d, -1):
+            runs[-1].append(d)
+        else:
+            runs.append([d])
+    out = [order]
+    for _ in range(4 * count):
+        r = [list(x) for x in runs]
+        kind = rng.randrange(4) if len(runs) > 1 else rng.randrange(2) * 3
+        i, j = rng.randrange(len(r)), rng.randrange(len(r))
+        if kind == 0:
+            r[i].reverse()
+        elif kind == 1:
+            r[i], r[j] = r[j], r[i]
+        elif kind == 2:
+            moved = r.pop(i)
+            r.insert(rng.randrange(len(r) + 1), moved[::-1] if rng.random() < 0.5 else moved)
+        flat = [d for x in r for d in x]
+        if kind == 3:
+            d = flat.pop(rng.randrange(len(flat)))
+            flat.insert(rng.randrange(len(flat) + 1), d)
+        out.append(tuple(flat))
+    return distinct(out)[:count]
 
 
 def _inside(fence: Sequence[int], hop_s: Floats, log_hop: Floats, whole_s: Floats) -> list[list[int]]:

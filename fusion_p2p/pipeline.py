@@ -44,7 +44,7 @@ class LocalPipeline:
         on_frame: Callable[[Frame], None] | None = None,
     ) -> None:
         self._captured, self._dag, self._on_frame = captured, captured.opdag, on_frame
-        self._numerics = Numerics(
+        self.numerics = Numerics(
             cuts=tuple(cuts),
             codecs=tuple(codecs),
             micro_batches=micro_batches,
@@ -52,12 +52,13 @@ class LocalPipeline:
             dtype=dtype,
             recompute=recompute,
         )
+        self.optimizer = optimizer
         self.programs = split(self._dag, cuts)
         self.stages = [
             Stage(
                 p,
                 self._dag,
-                self._numerics,
+                self.numerics,
                 optimizer,
                 seed,
                 initial_state(captured.state, p),
@@ -67,7 +68,7 @@ class LocalPipeline:
             for p in self.programs
         ]
         self.step = 0
-        self._tick = 0
+        self.tick = 0
 
     def train_step(self, batch: Any) -> float:
         """One optimizer step; the mean loss over the batch before it."""
@@ -101,15 +102,15 @@ class LocalPipeline:
         return weights(stage.snapshot() for stage in self.stages)
 
     def _cut(self, batch: Any) -> tuple[tuple[int, ...], Parts]:
-        return cut_batch(self._dag, self._captured.feed(batch), self._numerics.micro_batch_size)
+        return cut_batch(self._dag, self._captured.feed(batch), self.numerics.micro_batch_size)
 
     def _run(self, batch: Any, *, training: bool) -> float:
         """Deliver frames until every stage has reported."""
         sizes, parts = self._cut(batch)
-        if training and len(sizes) > self._numerics.micro_batches:
-            most = self._numerics.micro_batches * self._numerics.micro_batch_size
+        if training and len(sizes) > self.numerics.micro_batches:
+            most = self.numerics.micro_batches * self.numerics.micro_batch_size
             raise InputError(f"the batch has {sum(sizes)} samples, the pipeline takes {most} a step")
-        for frame in release(self._dag, self.programs, self._tick, StepHeader(training, self.step, sizes), parts):
+        for frame in release(self._dag, self.programs, self.tick, StepHeader(training, self.step, sizes), parts):
             self.stages[frame.dst].offer(frame)
         losses: dict[int, float] = {}
         reports = 0
@@ -128,7 +129,7 @@ class LocalPipeline:
                 raise FusionError(
                     "; ".join(f"stage {s.program.stage} waits for {s.waiting_for()}" for s in self.stages)
                 )
-        self._tick += 1
+        self.tick += 1
         return sum(losses[m] * size for m, size in enumerate(sizes)) / sum(sizes)
 
     def _deliver(self, frame: Frame) -> None:

@@ -1,0 +1,224 @@
+"""Stages against plain PyTorch loops, and against themselves: other cuts, recomputation, resumption, eval."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fusion_p2p.frame import Frame, Kind
+from fusion_p2p.optim import SGD, AdamW
+from fusion_p2p.pipeline import LocalPipeline
+from fusion_p2p.plan import LinkCodec
+from fusion_p2p.snapshot import from_bytes, redistribute, to_bytes, weights, weights_blake2b
+from fusion_p2p.stage import Stage
+from tests.unit import stage_models as models
+from tests.unit.stage_models import Case, relative
+
+STEPS = 20
+
+
+def losses(pipeline: LocalPipeline, case: Case, steps: int) -> list[float]:
+    return [pipeline.train_step(case.batch(step)) for step in range(steps)]
+
+
+def its_own_loss(output: Any, batch: Any) -> torch.Tensor:
+    return output.loss
+
+
+def without_keys(name: str, t: torch.Tensor) -> torch.Tensor:
+    """Key biases shift all scores of a query alike: their gradient is rounding noise, which Adam scales up."""
+    return torch.cat([t[:32], t[64:]]) if name.endswith("attn.c_attn.bias") else t
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_gpt2_equals_the_plain_loop(stages: int) -> None:
+    case = models.gpt2()
+    want, model = models.plain_loop(case, STEPS, its_own_loss)
+    pipeline = case.pipeline(stages)
+    assert losses(pipeline, case, STEPS) == pytest.approx(want, rel=1e-6)
+    got, reference = pipeline.state_dict(), model.state_dict()
+    assert got.keys() == reference.keys()
+    everything = [torch.cat([state[n].flatten() for n in sorted(reference)]) for state in (got, reference)]
+    assert relative(*everything) < 2e-6
+    for name, tensor in reference.items():
+        assert relative(*(without_keys(name, t) for t in (got[name], tensor))) < 1e-5, name
+    model.load_state_dict(got, strict=True)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_gpt2_equals_our_order_of_tied_uses_bit_for_bit(stages: int) -> None:
+    """The reference keeps the two uses of the embedding apart until the end of the step: head first, then table."""
+    case = models.gpt2()
+    model = case.model()
+    params = {n: p.detach().clone() for n, p in model.named_parameters()}
+    table, head = "transformer.wte.weight", "lm_head.weight"
+    optimizer = torch.optim.AdamW(params.values(), lr=1e-3)
+    want = []
+    for step in range(5):
+        leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
+        leaves[head] = params[table].detach().requires_grad_()
+        total = 0.0
+        for m in range(case.micro_batches):
+            part = models.rows(case.batch(step), 2 * m, 2)
+            loss = torch.func.functional_call(model, leaves, kwargs=part, tie_weights=False).loss
+            loss.backward(torch.tensor(0.25))
+            total += float(loss.detach()) * 2
+        grads = {n: leaves[n].grad for n in params}
+        grads[table] = leaves[head].grad + leaves[table].grad
+        norm = sum(float(torch.linalg.vector_norm(grads[n], dtype=torch.float64)) ** 2 for n in sorted(grads)) ** 0.5
+        for n, p in params.items():
+            p.grad = grads[n] * min(1.0, 1.0 / (norm + 1e-6))
+        optimizer.step()
+        want.append(total / 8)
+    pipeline = case.pipeline(stages)
+    assert losses(pipeline, case, 5) == want
+    got = pipeline.state_dict()
+    for name, p in params.items():
+        assert torch.equal(got[name], p), name
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_resnet_equals_the_plain_loop(stages: int) -> None:
+    case = models.resnet()
+    want, model = models.plain_loop(case, 8, its_own_loss)
+    pipeline = case.pipeline(stages)
+    assert losses(pipeline, case, 8) == pytest.approx(want, rel=1e-5)
+    for name, tensor in model.state_dict().items():
+        assert relative(pipeline.state_dict()[name], tensor) < 1e-5, name
+
+
+@pytest.mark.parametrize("name", ["gpt2-dropout", "skip-net"])
+def test_cuts_do_not_change_a_bit(name: str) -> None:
+    case = models.gpt2(0.1) if name == "gpt2-dropout" else models.skip_net()
+    whole = case.pipeline(1)
+    want = losses(whole, case, 4)
+    for stages in (2, 4):
+        pipeline = case.pipeline(stages)
+        assert losses(pipeline, case, 4) == want
+        assert pipeline.weights_blake2b() == whole.weights_blake2b()
+    again = case.pipeline(1)
+    losses(again, case, 4)
+    assert again.weights_blake2b() == whole.weights_blake2b()
+
+
+def test_recomputation_does_not_change_a_bit() -> None:
+    for case in (models.gpt2(0.1), models.skip_net()):
+        plain, recomputed = case.pipeline(3), case.pipeline(3, recompute=True)
+        assert losses(plain, case, 3) == losses(recomputed, case, 3)
+        assert plain.weights_blake2b() == recomputed.weights_blake2b()
+
+
+def test_evaluation_changes_nothing_and_repeats() -> None:
+    case = models.skip_net()
+    pipeline = case.pipeline(3)
+    losses(pipeline, case, 2)
+    before = pipeline.weights_blake2b()
+    first = pipeline.evaluate([case.batch(7), case.batch(8)])
+    assert pipeline.evaluate([case.batch(7), case.batch(8)]) == first
+    assert pipeline.weights_blake2b() == before
+    undisturbed = case.pipeline(3)
+    losses(undisturbed, case, 2)
+    assert pipeline.train_step(case.batch(2)) == undisturbed.train_step(case.batch(2))
+    assert pipeline.weights_blake2b() == undisturbed.weights_blake2b()
+
+
+def test_evaluation_equals_the_module_in_eval_mode() -> None:
+    case = models.gpt2(0.1)
+    with torch.no_grad():
+        want = float(case.model().eval()(**case.batch(3)).loss)
+    assert case.pipeline(2).evaluate([case.batch(3)]) == pytest.approx(want, rel=1e-6)
+
+
+def test_unused_parameter_is_left_alone() -> None:
+    case = models.skip_net()
+    pipeline = case.pipeline(2, optimizer=AdamW(lr=0.1, weight_decay=0.5))
+    losses(pipeline, case, 2)
+    assert torch.equal(pipeline.state_dict()["net.unused"], torch.ones(2))
+
+
+def test_frozen_first_stage_skips_its_backward() -> None:
+    case = models.skip_net(freeze_first=True)
+    seen: list[Frame] = []
+    pipeline = case.pipeline(case.atoms, on_frame=seen.append)
+    losses(pipeline, case, 2)
+    assert not pipeline.programs[0].backward
+    assert not [f for f in seen if f.kind is Kind.GRAD and f.dst == 0]
+    assert [f for f in seen if f.kind is Kind.GRAD]
+    frozen = case.model().state_dict()
+    got = pipeline.state_dict()
+    for name in ("net.first.weight", "net.first.bias"):
+        assert torch.equal(got[name], frozen[name])
+        assert not [k for s in pipeline.stages for k in s.snapshot() if k.startswith("optim/") and k.endswith(name)]
+    whole = case.pipeline(1)
+    losses(whole, case, 2)
+    assert whole.weights_blake2b() == pipeline.weights_blake2b()
+
+
+def test_a_step_with_nan_is_skipped() -> None:
+    case = models.skip_net()
+    pipeline = case.pipeline(2, optimizer=SGD(lr=0.1, momentum=0.9))
+    x, y = case.batch(0)
+    before = {n: t for n, t in pipeline.state_dict().items() if "norm" not in n}
+    assert torch.tensor(pipeline.train_step((x * float("nan"), y))).isnan()
+    after = pipeline.state_dict()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+
+
+def resumed(pipeline: LocalPipeline, case: Case, **options: Any) -> LocalPipeline:
+    """A pipeline that goes on from the other's snapshots, through bytes."""
+    held = [from_bytes(to_bytes(s.snapshot())) for s in pipeline.stages]
+    new = case.pipeline(1, **options)
+    new.stages = [
+        Stage(p, case.captured.opdag, new.numerics, new.optimizer, 0, redistribute(held, p), first_tick=pipeline.step)
+        for p in new.programs
+    ]
+    new.step = new.tick = pipeline.step
+    return new
+
+
+@pytest.mark.parametrize("stages", [1, 2, 5])
+def test_resuming_from_snapshots_under_another_cut_changes_nothing(stages: int) -> None:
+    case = models.skip_net()
+    through = case.pipeline(3)
+    losses(through, case, 5)
+    stopped = case.pipeline(3)
+    losses(stopped, case, 3)
+    new = resumed(stopped, case, cuts=case.cuts(stages))
+    for step in (3, 4):
+        new.train_step(case.batch(step))
+    assert new.weights_blake2b() == through.weights_blake2b()
+
+
+def test_state_of_the_pipeline_is_its_own() -> None:
+    case = models.skip_net()
+    before = {n: t.clone() for n, t in case.captured.state.items()}
+    pipeline = case.pipeline(2)
+    losses(pipeline, case, 1)
+    for name, tensor in before.items():
+        assert torch.equal(case.captured.state[name], tensor)
+    assert weights_blake2b(weights(s.snapshot() for s in pipeline.stages)) == pipeline.weights_blake2b()
+
+
+def test_codecs_apply_to_their_link_both_ways_only() -> None:
+    case = models.gpt2()
+    seen: list[Frame] = []
+    pipeline = case.pipeline(3, codecs=(LinkCodec(0, 1, "dense:bf16"),), on_frame=seen.append)
+    want = losses(case.pipeline(3), case, 3)
+    got = losses(pipeline, case, 3)
+    assert got != want
+    assert got == pytest.approx(want, rel=1e-2)
+    sizes = {(f.kind, f.src, f.dst): len(f.payload) for f in seen if f.value == pipeline.programs[0].edges_out[0].value}
+    assert sizes[Kind.ACT, 0, 1] < 0.6 * 4 * 2 * 12 * 32
+    assert sizes[Kind.GRAD, 1, 0] == sizes[Kind.ACT, 0, 1]
+
+
+def test_bfloat16_compute_stays_near_float32() -> None:
+    case = models.gpt2()
+    exact, rounded = case.pipeline(2), case.pipeline(2, dtype="bfloat16")
+    want, got = losses(exact, case, 10), losses(rounded, case, 10)
+    assert got != want
+    assert got == pytest.approx(want, rel=1e-2)
+    assert all(t.dtype == torch.float32 for t in rounded.state_dict().values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -38,10 +39,6 @@ from peer.trainer_state import RunFolder, write_atomic
 from peer.view import View
 
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
-NOTICE = (
-    "Note: volunteers that host a stage can see or reconstruct this run's data, labels and weights; "
-    "swarm.allow_peers restricts a run to the peers it names."
-)
 SwarmChoice: TypeAlias = LocalSwarm | tuple[str, ...]
 
 
@@ -61,7 +58,6 @@ def train(config: Config, *, run_dir: Path | None, report: Path | None, origin: 
             (folder / TOKENIZER_FILE).unlink(missing_ok=True)  # of a run that could not begin
             shutil.rmtree(folder / "spool", ignore_errors=True)
             write_atomic(folder / CONFIG, dump(_anchored(config)).encode("utf-8"))
-            print(NOTICE, file=sys.stderr)
             return _Session(config, folder, swarm, report).run(origin)
     finally:
         if is_new and not RunFolder(folder).sets():
@@ -117,6 +113,7 @@ class _Session:
         self._last: StepResult | None = None
 
     def run(self, origin: Path | None, *, resuming: bool = False) -> int:
+        logging.getLogger("torch").setLevel(logging.ERROR)  # a refused model is one line of ours
         data = open_data(self._config, self._folder, context_of(self._config))
         model = build_model(self._config, data)
         if origin is not None:

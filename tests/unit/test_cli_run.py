@@ -1,0 +1,217 @@
+"""`fusion-run`: bad input gets one line with the fix and exit code 2, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from fusion_p2p.optim import AdamW
+from peer import checkpoint, cli_run, config
+from peer.data_open import open_data
+from peer.models import build_model
+from peer.protocol import RunSpec, Signed
+
+CONFIG = """
+[run]
+name = "cats"
+steps = 2
+[model]
+family = "gpt2"
+[model.gpt2]
+layers = 1
+width = 16
+heads = 2
+context = 16
+[data]
+path = "book.txt"
+vocab = 280
+"""
+NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
+MODELS = """
+import torch
+
+class Branches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+    def forward(self, input_ids, labels):
+        loss = (input_ids * self.weight).float().mean()
+        return {"loss": loss if loss > 3 else -loss}
+
+def data():
+    return [{"input_ids": torch.arange(8).reshape(4, 2), "labels": torch.arange(8).reshape(4, 2)}] * 4, None
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder with a configuration and a book in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FUSION_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("FUSION_SWARM", raising=False)
+    Path("run.toml").write_text(CONFIG)
+    Path("book.txt").write_text("the cat sat on the mat and the dog sat on the log.\n" * 60)
+    return tmp_path
+
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fusion-run", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli_run.main()
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return run
+
+
+def make_run(folder: Path) -> Path:
+    """A run folder as a finished run leaves it; the folder of its checkpoint."""
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(CONFIG.replace("book.txt", str(Path("book.txt").resolve())))
+    settings = config.load(folder / "config.toml")
+    model = build_model(settings, open_data(settings, folder, 16))
+    weights = model.state_dict()
+    return checkpoint.save(folder / "checkpoints", weights, run="r", name="cats", step=2, loss=5.0, keep=2)
+
+
+def write(text: str, name: str = "bad.toml") -> str:
+    Path(name).write_text(text)
+    return name
+
+
+BAD = {
+    "unknown key": (lambda: ["train", write(CONFIG + "[bacth]\n")], "bad.toml: unknown key bacth; did you mean batch?"),
+    "no such file": (lambda: ["train", "none.toml"], "fusion-run init gpt2 > none.toml"),
+    "no preset": (lambda: ["init", "bert"], "choose one of: gpt2, resnet"),
+    "two swarms": (lambda: ["train", "run.toml", "--swarm", NOBODY, "--local", "2"], "exclude each other"),
+    "no swarm": (lambda: ["train", "run.toml"], "give --swarm ADDR or --local N"),
+    "malformed address": (lambda: ["train", "run.toml", "--swarm", "1.2.3.4:80"], "1.2.3.4:80"),
+    "address without peer": (lambda: ["train", "run.toml", "--swarm", "/ip4/1.2.3.4/tcp/80"], "/p2p/"),
+    "no data": (
+        lambda: ["train", write(CONFIG.replace("book.txt", "none.txt")), "--swarm", NOBODY],
+        "data.path: none.txt does not exist",
+    ),
+    "no package": (
+        lambda: ["train", write(CONFIG + 'kind = "package"\n'), "--swarm", NOBODY],
+        "data.path: no installed package 'book'; pip install book",
+    ),
+    "uncapturable model": (
+        lambda: [
+            "train",
+            write('[model]\nfunction = "odd_models:Branches"\n[data]\nkind = "function"\npath = "odd_models:data"\n'),
+            "--swarm",
+            NOBODY,
+        ],
+        "odd_models.py:10",
+    ),
+    "no such run": (lambda: ["show", "dogs"], "no run 'dogs'"),
+    "nobody trains": (lambda: [make_run(Path("runs/cats")) and "stop", "cats"], "fusion-run resume runs/cats"),
+    "no checkpoint": (lambda: ["eval", "cats", "--checkpoint", "x"], "no run 'cats'"),
+    "nothing to resume": (
+        lambda: [make_run(Path("runs/cats")) and "resume", "cats", "--swarm", NOBODY],
+        "holds no run",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_bad_input_is_one_line_with_the_fix(case: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("odd_models.py").write_text(MODELS)
+    monkeypatch.syspath_prepend(".")
+    arguments, said = BAD[case]
+    code, out, err = call(*arguments())
+    assert (code, out) == (2, "")
+    assert err.startswith("fusion-run: ") and err.count("\n") == 1
+    assert said in err
+    assert case in ("nobody trains", "nothing to resume") or not Path("runs/cats").exists()
+
+
+def test_a_wrong_option_is_code_2(call: Call) -> None:
+    for arguments in (["train"], ["train", "run.toml", "--local", "0"], ["train", "run.toml", "--steps", "x"], ["fly"]):
+        assert call(*arguments)[0] == 2
+
+
+def test_train_onto_a_run_says_how_to_resume_and_touches_nothing(call: Call) -> None:
+    make_run(Path("runs/cats"))
+    Path("runs/cats/spec.json").write_text("{}")
+    before = {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()}
+    code, _, err = call("train", "run.toml", "--local", "2")
+    assert code == 2
+    assert err == "fusion-run: runs/cats holds a run already; continue it with: fusion-run resume runs/cats\n"
+    assert {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()} == before
+
+
+def test_init_prints_what_train_reads(call: Call) -> None:
+    code, out, _ = call("init", "gpt2")
+    assert code == 0
+    assert config.parse(out).model.family == "gpt2"
+
+
+def test_runs_are_listed_and_shown(call: Call) -> None:
+    assert call("list")[0] == 0
+    make_run(Path("runs/cats"))
+    code, out, _ = call("list", "--json")
+    [entry] = json.loads(out)
+    assert code == 0
+    assert (entry["name"], entry["phase"], entry["running"], entry["steps"]) == ("cats", "new", False, 2)
+    assert "runs/cats" in call("list")[1]
+    shown = json.loads(call("show", "cats", "--json")[1])
+    assert shown["checkpoints"][0]["step"] == 2 and shown["config"]["model"]["gpt2"]["width"] == 16
+    assert "model.gpt2" in call("show", "cats")[1]
+
+
+def test_a_checkpoint_is_evaluated_sampled_and_exported(call: Call) -> None:
+    make_run(Path("runs/cats"))
+    code, out, _ = call("eval", "cats", "--json")
+    result = json.loads(out)
+    assert code == 0 and result["step"] == 2
+    assert abs(result["loss"] - torch.tensor(280.0).log()) < 0.3
+    assert 0 < result["nats_per_byte"] < result["loss"]
+    first, again = (call("sample", "cats", "--tokens", "9", "--prompt", "the cat", "--seed", "3") for _ in range(2))
+    assert first == again and first[1].startswith("the cat") and first[0] == 0
+    code, out, _ = call("export", "cats", "out")
+    assert code == 0 and "model.safetensors" in out
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in Path("out").iterdir()}
+    code, _, err = call("export", "cats", "out")
+    assert code == 2 and "exists already" in err
+
+
+def test_a_damaged_or_foreign_checkpoint_is_refused(call: Call) -> None:
+    path = make_run(Path("runs/cats"))
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[:-10])
+    code, _, err = call("sample", "cats")
+    assert code == 2 and "is truncated" in err and err.count("\n") == 1
+    (path / "model.safetensors").write_bytes(whole)
+    spec = RunSpec(run="q", name="cats", owner=b"", opdag_hash="", seed=0, optimizer=AdamW(1e-3), created=0.0)
+    signed = Signed(body=msgspec.msgpack.encode(spec), key=b"", signature=b"")
+    Path("runs/cats/spec.json").write_bytes(msgspec.json.encode(signed))
+    code, _, err = call("export", "cats", "out")
+    assert code == 2 and "belongs to run cats (r), not q; fusion-run fork" in err and err.count("\n") == 1
+    assert not Path("out").exists()
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['fusion-run', 'train', '--help']\n"
+        "from peer import cli_run\n"
+        "try: cli_run.main()\n"
+        "except SystemExit as e: assert not e.code\n"
+        "heavy = {'torch', 'hivemind', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--no-compute" in done.stdout

@@ -215,7 +215,7 @@ class Run:
             source.load_state_dict(msgspec.json.decode(manifest.data_state))
         else:
             dag, constants, initial = self._create(folder, source, owner)
-        if isinstance(self._swarm, LocalSwarm):
+        if isinstance(self._swarm, LocalSwarm) and not self._swarm.volunteers:  # else it is the caller's to end
             self._closing.enter_context(self._swarm)
         loop = LoopThread(f"run {self._name}")
         self._closing.callback(loop.stop)

@@ -19,7 +19,7 @@ from fusion_p2p.split import StageProgram
 from peer.blobs import serve_blobs
 from peer.channel_io import ChannelSettings
 from peer.events import Happening, RunEvent, Sink
-from peer.lab.local_swarm import Volunteer
+from peer.lab.local_swarm import OwnDevice
 from peer.ratelimit import Limiter
 from peer.signing import public_bytes
 from peer.trainer import Trainer, TrainerOptions
@@ -83,7 +83,7 @@ async def open_session(
         board = await Board.start(transport)
         stack.push_async_callback(board.close)
         if compute:
-            own = await Volunteer.start(addresses, owner=public_bytes(owner).hex())
+            own = await OwnDevice.start(addresses, public_bytes(owner).hex())
             stack.push_async_callback(own.stop)
         signed_spec, spec = folder.spec()
         epoch = folder.next_epoch()

@@ -1,0 +1,1 @@
+"""Engines that users run too: the local swarm, the emulated network, chaos."""

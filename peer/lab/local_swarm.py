@@ -1,0 +1,214 @@
+"""Volunteers as processes of this machine: the embedded swarm of `--local N`, and a trainer's own device.
+
+Each is a real `fusion-peer join` on loopback in a session of its own, so that Ctrl-C reaches the trainer first. They
+end with `stop`, and by themselves when this process dies however it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from fusion_p2p.errors import InputError
+from peer.errors import PeerError
+
+READY_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 8.0
+MAX_READY_BYTES = 4096
+
+
+class VolunteerFailed(PeerError):
+    """A volunteer process ended, or did not get ready in time."""
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """What `fusion-peer join --ready-fd` writes once it has joined: one line of JSON."""
+
+    peer: str
+    addresses: tuple[str, ...]
+
+
+class Volunteer:
+    """One `fusion-peer join` process, its state in `home`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], home: Path, log: Path) -> None:
+        self._process, self.home, self.log = process, home, log
+        self.ready = Ready("", ())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @classmethod
+    def launch(cls, home: Path, arguments: Sequence[str]) -> tuple[Volunteer, int]:
+        """Start it; the volunteer and the descriptor on which it will say that it is ready."""
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        log = home / "log.txt"
+        read_end, write_end = os.pipe()
+        command = [sys.executable, "-m", "peer.cli_peer", "join", *arguments, "--ready-fd", str(write_end)]
+        try:
+            with log.open("ab") as output:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(write_end,),
+                    start_new_session=True,
+                    env=os.environ | {"FUSION_HOME": str(home)},
+                )
+        finally:
+            os.close(write_end)
+        return cls(process, home, log), read_end
+
+    def wait_ready(self, descriptor: int, until: float) -> Ready:
+        """Read its one line. VolunteerFailed with the end of its log if it ends or is not ready at `until`."""
+        line = b""
+        try:
+            while not line.endswith(b"\n") and len(line) < MAX_READY_BYTES:
+                readable, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
+                piece = os.read(descriptor, MAX_READY_BYTES) if readable else b""
+                if not piece:
+                    raise VolunteerFailed(f"a volunteer process did not get ready: {self._last_words()}")
+                line += piece
+        finally:
+            os.close(descriptor)
+        self.ready = msgspec.json.decode(line, type=Ready)
+        return self.ready
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL, as a power cut would; what it leaves behind is its parent-death signal's business."""
+        self._process.kill()
+        self._process.wait()
+
+    def join(self, until: float) -> None:
+        """Wait until `until`, then kill."""
+        try:
+            self._process.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = self.log.read_text("utf-8", "replace").strip().splitlines()
+            if lines:
+                return lines[-1][:300]
+        return f"no word within {READY_TIMEOUT_S:.0f} s" if self._process.poll() is None else "it ended without a word"
+
+
+class OwnDevice:
+    """The trainer's machine as a volunteer for its own runs."""
+
+    def __init__(self, addresses: tuple[str, ...], owner: str) -> None:
+        self._home = Path(tempfile.mkdtemp(prefix="fusion-own-"))
+        self._volunteer, descriptor = Volunteer.launch(self._home, [*addresses, "--runs", owner])
+        try:
+            self.ready = self._volunteer.wait_ready(descriptor, time.monotonic() + READY_TIMEOUT_S)
+        except BaseException:
+            self._end()
+            raise
+
+    @classmethod
+    async def start(cls, addresses: tuple[str, ...], owner: str) -> OwnDevice:
+        """Join `addresses` for the runs of `owner` (hex key) alone. VolunteerFailed if it does not get ready."""
+        return await asyncio.to_thread(cls, addresses, owner)
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        self._volunteer.terminate()
+        self._volunteer.join(time.monotonic() + STOP_TIMEOUT_S)
+        shutil.rmtree(self._home, ignore_errors=True)
+
+
+class LocalSwarm:
+    """`peers` volunteers on loopback, each with `threads_per_peer` threads and `memory` ("" the default, "2GiB").
+
+    A context manager; `Run(swarm=LocalSwarm(...))` enters it. `home` None: a temporary folder, removed at the end.
+    Raises VolunteerFailed.
+    """
+
+    def __init__(
+        self, peers: int = 4, *, threads_per_peer: int = 1, memory: str = "", home: str | os.PathLike[str] | None = None
+    ) -> None:
+        if peers < 1:
+            raise InputError(f"LocalSwarm(peers={peers}): at least 1 volunteer is needed")
+        self.peers = peers
+        self._threads, self._memory = threads_per_peer, memory
+        self._home = None if home is None else Path(home)
+        self._root: Path | None = None
+        self.volunteers: list[Volunteer] = []
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses of the first volunteer, which the others and the trainer join."""
+        return self.volunteers[0].ready.addresses if self.volunteers else ()
+
+    def __enter__(self) -> Self:
+        self._root = self._home or Path(tempfile.mkdtemp(prefix="fusion-local-"))
+        until = time.monotonic() + READY_TIMEOUT_S
+        try:
+            first = self._launch(())
+            first[0].wait_ready(first[1], until)
+            rest = [self._launch(self.addresses) for _ in range(self.peers - 1)]
+            for volunteer, descriptor in rest:
+                volunteer.wait_ready(descriptor, until)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def add(self) -> Volunteer:
+        """One volunteer more, ready."""
+        volunteer, descriptor = self._launch(self.addresses)
+        volunteer.wait_ready(descriptor, time.monotonic() + READY_TIMEOUT_S)
+        return volunteer
+
+    def find(self, peer: str) -> Volunteer:
+        """The volunteer with this peer id."""
+        return next(v for v in self.volunteers if v.ready.peer == peer)
+
+    def stop(self) -> None:
+        """End every volunteer: terminate, wait, kill. Idempotent."""
+        until = time.monotonic() + STOP_TIMEOUT_S
+        for volunteer in self.volunteers:
+            volunteer.terminate()
+        for volunteer in self.volunteers:
+            volunteer.join(until)
+        self.volunteers.clear()
+        if self._home is None and self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+            self._root = None
+
+    def _launch(self, addresses: Sequence[str]) -> tuple[Volunteer, int]:
+        root = self._root
+        if root is None:
+            raise InputError("the local swarm is not running; use it inside: with LocalSwarm(...) as swarm")
+        arguments = [*addresses, "--threads", str(self._threads), "--listen", "/ip4/127.0.0.1/tcp/0"]
+        if self._memory:
+            arguments += ["--memory", self._memory]
+        launched = Volunteer.launch(root / f"peer-{len(self.volunteers)}", arguments)
+        self.volunteers.append(launched[0])
+        return launched

@@ -1,0 +1,209 @@
+"""A swarm of real processes trains what a plain loop trains (issue "The main job", what it must show)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fusion_p2p
+from fusion_p2p.errors import InputError
+from peer.api import LocalSwarm, Run, RunPaused
+from tests.cluster import plain
+
+STEPS = 20
+ADAMW = fusion_p2p.AdamW(lr=3e-3, clip_norm=1.0)
+MICRO_BATCHES, SIZE = 4, 2
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FUSION_HOME", str(tmp_path_factory.mktemp("home")))
+        with LocalSwarm(peers=4) as running:
+            yield running
+
+
+def train(
+    swarm: LocalSwarm, model: torch.nn.Module, data: Any, *, steps: int = STEPS, **options: Any
+) -> tuple[list[float], dict[str, torch.Tensor], str]:
+    """Losses, state dict and hash after `steps` steps on the swarm."""
+    options = {"optimizer": ADAMW, "micro_batches": MICRO_BATCHES, "micro_batch_size": SIZE, "save_every": 0} | options
+    with Run(model, data=data, swarm=swarm, **options) as run:
+        losses = [s.loss for s in run.steps(steps)]
+        return losses, run.state_dict(), run.report()["weights_blake2b"]
+
+
+def plain_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-2)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_gpt2_equals_a_plain_loop(swarm: LocalSwarm, stages: int) -> None:
+    batches = plain.token_batches(STEPS, MICRO_BATCHES * SIZE)
+    losses, state, _ = train(swarm, plain.gpt2(), batches, stages=stages)
+    reference = plain.gpt2()
+    expected = plain.train(reference, batches, plain_adamw(reference), micro_batch_size=SIZE, clip_norm=1.0)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    theirs = reference.state_dict()
+    assert plain.difference(state, theirs) < 2e-6
+    for name, t in theirs.items():
+        if "c_attn.bias" not in name:  # a third of it are key biases, whose gradient is rounding noise
+            assert plain.difference({name: state[name]}, {name: t}) < 1e-5, name
+    plain.gpt2().load_state_dict(state, strict=True)
+
+
+@pytest.mark.timeout(240)
+def test_resnet_equals_a_plain_loop(swarm: LocalSwarm) -> None:
+    batches = plain.image_batches(STEPS, MICRO_BATCHES * SIZE)
+    sgd = fusion_p2p.SGD(lr=0.05, momentum=0.9)
+    losses, state, _ = train(swarm, plain.resnet(), batches, stages=2, optimizer=sgd)
+    reference = plain.resnet()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
+    expected = plain.train(reference, batches, optimizer, micro_batch_size=SIZE)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert plain.difference(state, reference.state_dict()) < 1e-5
+    assert state["resnet.embedder.embedder.normalization.num_batches_tracked"] == STEPS * MICRO_BATCHES
+
+
+@pytest.mark.timeout(240)
+def test_the_same_run_twice_gives_the_same_bits(swarm: LocalSwarm) -> None:
+    batches = plain.token_batches(8, MICRO_BATCHES * SIZE)
+    runs = [train(swarm, plain.gpt2(dropout=0.1), batches, steps=8, stages=2, seed=3) for _ in range(2)]
+    assert runs[0][0] == runs[1][0]
+    assert runs[0][2] == runs[1][2]
+    other = train(swarm, plain.gpt2(dropout=0.1), batches, steps=8, stages=2, seed=4)
+    assert other[2] != runs[0][2]  # another seed draws other masks
+
+
+@pytest.mark.timeout(240)
+def test_evaluation_and_early_exit_change_nothing_else(swarm: LocalSwarm) -> None:
+    batches = plain.token_batches(8, MICRO_BATCHES * SIZE)
+    undisturbed = train(swarm, plain.gpt2(), batches, steps=6, stages=2)
+    held_out = plain.token_batches(2, 5, seed=9)
+    with Run(
+        plain.gpt2(), data=batches, swarm=swarm, stages=2, optimizer=ADAMW, micro_batches=4, micro_batch_size=2
+    ) as run:
+        before = run.evaluate(held_out)
+        for step in run.steps(100):
+            if step.step == 3:
+                break  # steps 4 and 5 were under way at most
+        left = 6 - run.step
+        run.train(left)
+        assert run.evaluate(held_out) == run.evaluate(held_out) != before
+        report = run.report()
+    assert report["weights_blake2b"] == undisturbed[2]
+    assert [s["step"] for s in report["steps"]] == list(range(6))
+    assert all(s["step_time_s"] > 0 for s in report["steps"])
+    assert report["bytes_sent"]["0-1"] > 0 and report["tokens_per_s"] > 0
+    assert report["plan"]["numerics"]["micro_batches"] == 4
+
+
+@pytest.mark.timeout(240)
+def test_a_paused_run_goes_on_with_other_volunteers(
+    swarm: LocalSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A volunteer is killed; the run pauses with one line; resumed elsewhere it ends where an undisturbed one ends."""
+    batches = plain.token_batches(12, MICRO_BATCHES * SIZE)
+    undisturbed = train(swarm, plain.gpt2(), batches, steps=12, stages=2)
+    options: dict[str, Any] = {"save_every": 4, "recover_s": 0.0}
+    with LocalSwarm(peers=2) as doomed, pytest.raises(RunPaused) as paused, Run(
+        plain.gpt2(),
+        data=batches,
+        swarm=doomed,
+        optimizer=ADAMW,
+        micro_batches=MICRO_BATCHES,
+        micro_batch_size=SIZE,
+        run_dir=tmp_path / "run",
+        **options,
+    ) as run:
+        for step in run.steps(12):
+            if step.step == 6:
+                victim = run.plan().host(1).peer
+                doomed.find(victim).kill()
+    line = str(paused.value)
+    assert victim[-8:] in line and "stage 1" in line and "fusion-run resume" in line and "\n" not in line
+    with Run.resume(tmp_path / "run", data=batches, swarm=swarm, **options) as again:
+        first = again.step
+        assert first in (4, 8)
+        again.train(12 - first)
+        assert again.report()["weights_blake2b"] == undisturbed[2]
+
+
+@pytest.mark.timeout(240)
+def test_a_lost_stage_is_rebuilt_and_nobody_notices(swarm: LocalSwarm, tmp_path: Path) -> None:
+    batches = plain.token_batches(12, MICRO_BATCHES * SIZE)
+    undisturbed = train(swarm, plain.gpt2(), batches, steps=12, stages=2)
+    with (
+        LocalSwarm(peers=3) as doomed,
+        Run(
+            plain.gpt2(),
+            data=batches,
+            swarm=doomed,
+            optimizer=ADAMW,
+            stages=2,
+            micro_batches=MICRO_BATCHES,
+            micro_batch_size=SIZE,
+            save_every=4,
+        ) as run,
+    ):
+        for step in run.steps(12):
+            if step.step == 6:
+                doomed.find(run.plan().host(1).peer).kill()
+        report = run.report()
+    assert report["weights_blake2b"] == undisturbed[2]
+    assert {"lost", "recovered"} <= {e["kind"] for e in report["events"]}
+
+
+@pytest.mark.timeout(120)
+def test_a_run_folder_is_not_started_over(swarm: LocalSwarm, tmp_path: Path) -> None:
+    batches = plain.token_batches(2, 4)
+    options: dict[str, Any] = {"data": batches, "swarm": swarm, "micro_batches": 2, "micro_batch_size": 2}
+    with Run(plain.gpt2(layers=1), run_dir=tmp_path / "run", **options) as run:
+        run.train(1)
+    with pytest.raises(InputError, match="fusion-run resume"):
+        Run(plain.gpt2(layers=1), run_dir=tmp_path / "run", **options).__enter__()
+
+
+SCRIPT = """
+import sys, torch
+import fusion_p2p
+from tests.cluster import plain
+torch.set_num_threads(1)
+with fusion_p2p.Run(plain.gpt2(layers=1), data=plain.token_batches(4, 4), micro_batches=2, micro_batch_size=2,
+                    swarm=fusion_p2p.LocalSwarm(peers=2)) as run:
+    print(*(v.pid for v in run._swarm.volunteers), flush=True)
+    for step in run.steps(10**6):
+        if step.step == 1:
+            print("training", flush=True)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    """A plain script without a __main__ guard, interrupted."""
+    import os
+    import signal
+
+    import psutil
+
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    environment = os.environ | {"FUSION_HOME": str(tmp_path / "home"), "TMPDIR": str(temporary)}
+    script = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, env=environment)
+    assert script.stdout is not None
+    pids = [int(pid) for pid in script.stdout.readline().split()]
+    assert script.stdout.readline() == "training\n"
+    family = [p for pid in pids for p in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]]
+    family += psutil.Process(script.pid).children(recursive=True)
+    script.send_signal(signal.SIGINT)
+    assert script.wait(timeout=15) != 0
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive

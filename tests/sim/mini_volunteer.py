@@ -1,0 +1,175 @@
+"""A volunteer in memory: real stages, real links, the real control protocol; no process, no p2pd, no policy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from dht.records import Device, PeerRecord
+from dht.transport import Stream
+from fusion_p2p.ir import OpDag
+from fusion_p2p.snapshot import from_bytes, to_bytes
+from fusion_p2p.split import split
+from fusion_p2p.stage import Stage
+from peer.blobs import BlobStore, fetch_blob, serve_blobs
+from peer.channel_io import ChannelSettings
+from peer.control_io import MessageStream
+from peer.links import Links
+from peer.protocol import (
+    CONTROL,
+    PROTOCOL_VERSION,
+    Accepted,
+    Assignment,
+    BlobRef,
+    Connect,
+    Drop,
+    Endpoint,
+    Hello,
+    Mark,
+    Refused,
+    RunSpec,
+    Snapshotted,
+    StageOffer,
+    StageStatus,
+    ToVolunteer,
+    Trim,
+    Welcome,
+)
+from peer.ratelimit import Limiter
+from tests.memory_transport import Network
+
+_DECODER: msgspec.msgpack.Decoder[ToVolunteer] = msgspec.msgpack.Decoder(ToVolunteer)
+
+
+class _Hosted:
+    def __init__(self, stage: Stage, links: Links) -> None:
+        self.stage, self.links = stage, links
+        self.marks: dict[int, asyncio.Future[bytes]] = {}
+        self.news = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        while True:
+            self.news.clear()
+            while (frame := self.links.get_nowait()) is not None:
+                self.stage.offer(frame)
+            if (waiter := self.marks.pop(self.stage.tick, None)) is not None:
+                waiter.set_result(to_bytes(self.stage.snapshot()))
+            sent = self.stage.advance()
+            for out in sent or ():
+                await self.links.send(out)
+            await (self.news.wait() if sent is None else asyncio.sleep(0))
+
+
+class MiniVolunteer:
+    """`refuse`: what to answer to an offer of a stage. `kill` ends it as a power cut would."""
+
+    def __init__(self, network: Network, peer: str, folder: Path, refuse: dict[int, Refused] | None = None) -> None:
+        self.network, self.peer, self.transport = network, peer, network.transport(peer)
+        self.store, self.refuse = BlobStore(folder / peer), refuse or {}
+        self.hosted: dict[int, _Hosted] = {}
+        self.offered: list[int] = []
+        self.alive = True
+
+    async def start(self) -> None:
+        await self.transport.serve(CONTROL, self._control)
+        await serve_blobs(
+            self.transport, self.store, lambda *_: True, limiter=Limiter(None), settings=ChannelSettings()
+        )
+
+    async def kill(self) -> None:
+        self.alive = False
+        self.network.dead.add(self.peer)
+        for hosted in self.hosted.values():
+            if hosted.task is not None:
+                hosted.task.cancel()
+        await self.transport.close()
+
+    def record(self) -> PeerRecord:
+        device = Device(
+            kind="cpu", name="test", flops_per_s=1e9, memory_bytes_per_s=1e9, memory_bytes=1 << 30, free_bytes=1 << 30
+        )
+        return PeerRecord(peer=self.peer, version="0", devices=(device,))
+
+    async def _control(self, stream: Stream) -> None:
+        messages: MessageStream[ToVolunteer] = MessageStream(stream.reader, stream.writer, _DECODER)
+        hello = await messages.receive(timeout_s=5.0)
+        assert isinstance(hello, Hello)
+        spec = msgspec.msgpack.decode(hello.spec.body, type=RunSpec)
+        await self._say(messages, Welcome(version=PROTOCOL_VERSION, peer=self.peer, devices=("cpu",)))
+        marks: set[asyncio.Task[None]] = set()
+        while (message := await messages.receive(timeout_s=60.0)) is not None:
+            match message:
+                case StageOffer():
+                    await self._say(messages, await self._host(spec, message, stream.remote))
+                    stage = msgspec.msgpack.decode(message.assignment.body, type=Assignment).stage
+                    if stage in self.hosted:
+                        await self._say(messages, StageStatus(run=spec.run, stage=stage, incarnation=0, tick=0))
+                case Connect():
+                    self.hosted[message.stage].links.update(message.endpoints, message.plan)
+                case Mark():
+                    marks.add(asyncio.create_task(self._mark(messages, message)))
+                case Trim():
+                    self.hosted[message.stage].links.trim(message.tick)
+                case Drop():
+                    await self._drop(message.stage)
+
+    async def _host(self, spec: RunSpec, offer: StageOffer, trainer: str) -> Accepted | Refused:
+        a = msgspec.msgpack.decode(offer.assignment.body, type=Assignment)
+        self.offered.append(a.stage)
+        if a.stage in self.refuse:
+            return self.refuse[a.stage]
+        dag = msgspec.json.decode(offer.opdag, type=OpDag)
+        path = await fetch_blob(self.transport, self.store, spec.run, offer.state, max_bytes=1 << 30)
+        stage = Stage(
+            split(dag, offer.numerics.cuts)[a.stage],
+            dag,
+            offer.numerics,
+            spec.optimizer,
+            spec.seed,
+            from_bytes(path.read_bytes()),
+            first_tick=offer.first_tick,
+            window=offer.window,
+        )
+        me = Endpoint(stage=a.stage, peer=self.peer, endpoint=secrets.token_hex(8), incarnation=a.incarnation)
+        hosted: _Hosted
+        links = Links(
+            self.transport,
+            me,
+            spec.run,
+            a.epoch,
+            bound=stage.bound,
+            logged=lambda dst: True,
+            start_tick=offer.first_tick,
+            notify=lambda: hosted.news.set(),
+        )
+        await links.__aenter__()
+        hosted = self.hosted[a.stage] = _Hosted(stage, links)
+        hosted.task = asyncio.create_task(hosted.run())
+        return Accepted(
+            run=spec.run, stage=a.stage, incarnation=a.incarnation, endpoint=me.endpoint, memory_bytes=1 << 20
+        )
+
+    async def _mark(self, messages: MessageStream[ToVolunteer], mark: Mark) -> None:
+        hosted = self.hosted[mark.stage]
+        waiter = hosted.marks[mark.tick] = asyncio.get_running_loop().create_future()
+        hosted.news.set()
+        blob, size = self.store.put(await waiter)
+        ref = BlobRef(blob, size, (self.peer,))
+        await self._say(messages, Snapshotted(run=mark.run, stage=mark.stage, incarnation=0, tick=mark.tick, state=ref))
+
+    async def _drop(self, stage: int) -> None:
+        hosted = self.hosted.pop(stage)
+        if hosted.task is not None:
+            hosted.task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await hosted.task
+        await hosted.links.__aexit__(None, None, None)
+
+    async def _say(self, messages: MessageStream[ToVolunteer], message: msgspec.Struct) -> None:
+        if self.alive:
+            await messages.send(message, timeout_s=5.0)

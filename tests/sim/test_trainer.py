@@ -1,0 +1,258 @@
+"""The trainer session against volunteers in memory: plans, refusals, complete sets, losses. No sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusion_p2p.capture import Captured, capture
+from fusion_p2p.optim import AdamW
+from fusion_p2p.pipeline import LocalPipeline
+from fusion_p2p.plan import Numerics
+from fusion_p2p.snapshot import from_bytes, initial_state, to_bytes, weights, weights_blake2b
+from peer.blobs import serve_blobs
+from peer.channel_io import ChannelSettings
+from peer.events import Happening, RunEvent, StepResult
+from peer.protocol import Refused
+from peer.ratelimit import Limiter
+from peer.signing import make_run_spec, new_session_key
+from peer.trainer import Trainer, TrainerOptions
+from peer.trainer_assembly import Session
+from peer.trainer_host import RunPaused
+from peer.trainer_state import RunFolder
+from peer.trainer_swarm import Swarm
+from tests.memory_transport import Network
+from tests.sim.mini_volunteer import MiniVolunteer
+
+NUMERICS = Numerics(cuts=(), micro_batches=3, micro_batch_size=2)
+OPTIMIZER = AdamW(lr=1e-2, clip_norm=1.0)
+MINUTE = pytest.mark.timeout(60)
+
+
+class _Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.Sequential(
+            *(m for _ in range(4) for m in (torch.nn.Linear(8, 8), torch.nn.Tanh())), torch.nn.Linear(8, 1)
+        )
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return ((self.layers(x)[:, 0] - y) ** 2).mean()
+
+
+def batch(step: int, samples: int = 6) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(samples, 8, generator=generator), "y": torch.randn(samples, generator=generator)}
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    return capture(_Net(), batch(0))
+
+
+def expected(captured: Captured, cuts: tuple[int, ...], steps: int) -> tuple[list[float], str]:
+    local = LocalPipeline(captured, optimizer=OPTIMIZER, micro_batches=3, micro_batch_size=2, cuts=cuts)
+    return [local.train_step(batch(i)) for i in range(steps)], local.weights_blake2b()
+
+
+class _Board:
+    """`peers` as `dht.node.Board` has it."""
+
+    def __init__(self, volunteers: list[MiniVolunteer]) -> None:
+        self._volunteers = volunteers
+
+    async def peers(self) -> tuple[object, ...]:
+        return tuple(v.record() for v in self._volunteers if v.alive)
+
+
+class Lab:
+    """A run folder, a network, volunteers."""
+
+    def __init__(self, captured: Captured, root: Path) -> None:
+        self.captured, self.folder = captured, RunFolder(root / "run")
+        self.network, self.root = Network(), root
+        self.volunteers: list[MiniVolunteer] = []
+        self.heard: list[Happening] = []
+        self.key = new_session_key()
+        spec = make_run_spec(
+            self.key, name="lab", opdag_hash=captured.opdag.hash, seed=0, optimizer=OPTIMIZER, created=1.0
+        )
+        self.folder.create(spec[1], captured.opdag.to_bytes())
+
+    async def add(self, peer: str, refuse: dict[int, Refused] | None = None) -> MiniVolunteer:
+        volunteer = MiniVolunteer(self.network, peer, self.root, refuse)
+        await volunteer.start()
+        self.volunteers.append(volunteer)
+        return volunteer
+
+    def host(self, trainer: Trainer, stage: int) -> MiniVolunteer:
+        assert trainer.plan is not None
+        peer = trainer.plan.host(stage).peer
+        return next(v for v in self.volunteers if v.peer == peer)
+
+    @asynccontextmanager
+    async def trainer(self, stages: int | None, *, recover_s: float = 20.0) -> AsyncIterator[Trainer]:
+        epoch = self.folder.next_epoch()
+        transport = self.network.transport(f"trainer-{epoch}")
+        signed, spec = self.folder.spec()
+        trainer = Trainer(
+            transport=transport,
+            swarm=Swarm(_Board(self.volunteers)),  # type: ignore[arg-type]
+            session=Session(signed_spec=signed, spec=spec, owner_key=self.key, epoch=epoch, clock=time.time),
+            folder=self.folder,
+            dag=self.captured.opdag,
+            options=TrainerOptions(
+                numerics=NUMERICS, stages=stages, peers=len(self.volunteers), gather_s=5.0, recover_s=recover_s
+            ),
+            initial=lambda program: to_bytes(initial_state(self.captured.state, program)),
+            sink=self.heard.append,
+        )
+        await serve_blobs(
+            transport, self.folder.blobs, lambda *_: True, limiter=Limiter(None), settings=ChannelSettings()
+        )
+        try:
+            async with trainer:
+                await trainer.start(b"at 0")
+                yield trainer
+        finally:
+            await transport.close()
+            for volunteer in self.volunteers:
+                if volunteer.alive:
+                    await volunteer.transport.close()
+
+    async def train(self, trainer: Trainer, first: int, last: int, after: Callable[[int], object] = id) -> list[float]:
+        losses = []
+        pending: list[asyncio.Future[object]] = []
+        for step in range(first, last):
+            pending.append(await trainer.release(self.captured.feed(batch(step)), training=True))  # type: ignore[arg-type]
+            if len(pending) == 2 or step == last - 1:
+                while pending:
+                    losses.append((await trainer.wait(pending.pop(0))).loss)  # type: ignore[arg-type]
+            outcome = after(step)
+            if asyncio.iscoroutine(outcome):
+                await outcome
+        return losses
+
+    async def hash(self, trainer: Trainer, step: int) -> str:
+        manifest = await trainer.save(b"at %d" % step)
+        return weights_blake2b(weights(from_bytes(d) for d in self.folder.snapshots(manifest).values()))
+
+    def kinds(self) -> list[str]:
+        return [h.kind for h in self.heard if isinstance(h, RunEvent)]
+
+
+@MINUTE
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_trains_as_the_local_pipeline(captured: Captured, tmp_path: Path, stages: int) -> None:
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        for k in range(stages):
+            await lab.add(f"volunteer{k}")
+        async with lab.trainer(None) as trainer:
+            losses = await lab.train(trainer, 0, 5)
+            assert trainer.plan is not None and trainer.plan.numerics.stages == stages
+            want = expected(captured, trainer.plan.numerics.cuts, 5)
+            assert losses == want[0] and await lab.hash(trainer, 5) == want[1]
+        steps = [h for h in lab.heard if isinstance(h, StepResult)]
+        assert [s.step for s in steps] == list(range(5)) and all(s.samples == 6 for s in steps)
+        assert len(lab.folder.numeric_log()) == 1
+
+    asyncio.run(main())
+
+
+@MINUTE
+def test_a_refusal_makes_another_plan(captured: Captured, tmp_path: Path) -> None:
+    no = Refused(code="policy", reason="not today", stage=1)
+
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        await lab.add("willing0")
+        unwilling = await lab.add("unwilling", {0: no, 1: no})
+        await lab.add("willing1")
+        async with lab.trainer(2) as trainer:
+            assert trainer.plan is not None
+            assert {p.peer for p in trainer.plan.placement} == {"willing0", "willing1"}
+            assert unwilling.offered and "refused" in lab.kinds()
+            await lab.train(trainer, 0, 2)
+
+    asyncio.run(main())
+
+
+@MINUTE
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_lost_stage_is_rebuilt_from_the_set(captured: Captured, tmp_path: Path, lost: int) -> None:
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        for k in range(4):
+            await lab.add(f"volunteer{k}")
+        async with lab.trainer(3) as trainer:
+
+            async def fate(step: int) -> None:
+                if step == 3:
+                    await trainer.save(b"at 4")
+                if step == 6:
+                    await lab.host(trainer, lost).kill()
+
+            losses = await lab.train(trainer, 0, 10, fate)
+            assert trainer.plan is not None
+            want = expected(captured, trainer.plan.numerics.cuts, 10)
+            assert losses == want[0] and await lab.hash(trainer, 10) == want[1]
+            assert {"lost", "recovered"} <= set(lab.kinds())
+
+    asyncio.run(main())
+
+
+@MINUTE
+def test_neighbours_lost_together(captured: Captured, tmp_path: Path) -> None:
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        for k in range(3):
+            await lab.add(f"volunteer{k}")
+        async with lab.trainer(3) as trainer:
+
+            async def fate(step: int) -> None:
+                if step == 4:
+                    await asyncio.gather(*(lab.host(trainer, k).kill() for k in (1, 2)))
+
+            losses = await lab.train(trainer, 0, 8, fate)
+            assert trainer.plan is not None
+            assert {p.peer for p in trainer.plan.placement} == {"volunteer0"}
+            want = expected(captured, trainer.plan.numerics.cuts, 8)
+            assert losses == want[0] and await lab.hash(trainer, 8) == want[1]
+
+    asyncio.run(main())
+
+
+@MINUTE
+def test_nobody_left_pauses_and_another_swarm_resumes(captured: Captured, tmp_path: Path) -> None:
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        for k in range(2):
+            await lab.add(f"volunteer{k}")
+
+        async def fate(step: int) -> None:
+            if step == 3:
+                await trainer.save(b"at 4")
+            if step == 5:
+                await lab.host(trainer, 1).kill()
+
+        with pytest.raises(RunPaused, match=r"stage 1.*saved up to step 4, continue with: fusion-run resume"):
+            async with lab.trainer(2, recover_s=0.0) as trainer:
+                await lab.train(trainer, 0, 10, fate)
+        lab.volunteers = []
+        for k in range(3):
+            await lab.add(f"other{k}")
+        async with lab.trainer(None) as again:
+            assert again.step == 4 and lab.folder.manifest().data_state == b"at 4"
+            await lab.train(again, 4, 10)
+            assert again.plan is not None and again.plan.numerics.stages == 2
+            assert await lab.hash(again, 10) == expected(captured, again.plan.numerics.cuts, 10)[1]
+
+    asyncio.run(main())

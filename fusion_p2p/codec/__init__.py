@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from fusion_p2p.codec import rotated, subspace, topk, topk_masked
+from fusion_p2p.codec import rotated, subspace, topk, topk_masked, transform
 from fusion_p2p.codec.base import Aux, Codec, Direction, FrameKey, Shape
 from fusion_p2p.codec.dense import Dense, DenseBf16
 from fusion_p2p.codec.int8 import Int8
@@ -34,13 +34,15 @@ _PARSERS: dict[str, Callable[[str, torch.device], Codec]] = {
     "topk-masked": topk_masked.make,
     "rotated": rotated.make,
     "subspace": subspace.make,
+    "transform": transform.make,
 }
 
 
 def parse(name: str, device: str | torch.device = "cpu") -> Codec:
     """A fresh instance of the codec `name` for one end of one edge; decoded tensors lie on `device`.
 
-    Names: dense, dense:bf16, int8, topk:DENSITY, topk-masked:DENSITY, rotated:BITS/BITS, subspace:RANK/BITS.
+    Names: dense, dense:bf16, int8, topk:DENSITY, topk-masked:DENSITY, rotated:BITS/BITS, subspace:RANK/BITS,
+    transform:BITS/BITS.
     InputError for any other.
     """
     kind, _, arg = name.partition(":")

@@ -30,6 +30,7 @@ class FrameKey(msgspec.Struct, frozen=True):
     step: int
     micro_batch: int
     value: int
+    training: bool = True  # False: an evaluation pass, which changes no codec's state
 
 
 class Codec:

@@ -43,13 +43,13 @@ def random_words(key: FrameKey, salt: int, count: int) -> np.ndarray:
     return np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(count)
 
 
-def _shapes(n: int) -> list[tuple[int, int]]:
+def shapes(n: int) -> list[tuple[int, int]]:
     """(blocks, size) of n values: whole blocks of BLOCK, and the rest padded to a power of two."""
     whole, rest = divmod(n, BLOCK)
-    shapes = [(whole, BLOCK)] if whole else []
+    out = [(whole, BLOCK)] if whole else []
     if rest:
-        shapes.append((1, max(_LEAST_BLOCK, 1 << (rest - 1).bit_length())))
-    return shapes
+        out.append((1, max(_LEAST_BLOCK, 1 << (rest - 1).bit_length())))
+    return out
 
 
 def _signs(key: FrameKey, salt: int, blocks: int, size: int, device: torch.device) -> torch.Tensor:
@@ -90,7 +90,7 @@ def _signed(blocks: torch.Tensor, sign: torch.Tensor) -> torch.Tensor:
 def rotate(flat: torch.Tensor, key: FrameKey, salt: int) -> list[torch.Tensor]:
     """(blocks, size) coefficients of n values, one tensor per block size."""
     out, start = [], 0
-    for blocks, size in _shapes(flat.numel()):
+    for blocks, size in shapes(flat.numel()):
         part = flat[start : start + blocks * size]
         start += part.numel()
         if part.numel() != blocks * size:
@@ -113,14 +113,22 @@ def _peak(bits: float) -> int:
 
 def bound(n: int, bits: float) -> int:
     """Most bytes that `encode` gives for n values."""
-    shapes = _shapes(n)
-    return 2 * sum(b for b, _ in shapes) + entropy.bound(sum(b * s for b, s in shapes), _peak(bits))
+    parts = shapes(n)
+    return 2 * sum(b for b, _ in parts) + entropy.bound(sum(b * s for b, s in parts), _peak(bits))
 
 
 def expected(n: int, bits: float) -> float:
     """Bytes that `encode` gives for n values, about."""
-    shapes = _shapes(n)
-    return 2 * sum(b for b, _ in shapes) + sum(b * s for b, s in shapes) * bits * 1.025 / 8 + 20
+    parts = shapes(n)
+    return 2 * sum(b for b, _ in parts) + sum(b * s for b, s in parts) * bits * 1.025 / 8 + 20
+
+
+def read_scales(body: wire.Reader, count: int) -> torch.Tensor:
+    """`count` finite bfloat16 as float32."""
+    scale = wire.dense_tensor(body.take(2 * count), (count,), torch.bfloat16).to(torch.float32)
+    if not bool(torch.isfinite(scale).all()):
+        raise FrameError("frame holds a block scale that is not finite")
+    return scale
 
 
 def encode(flat: torch.Tensor, bits: float, key: FrameKey, salt: int, unbiased: bool) -> list[wire.Buffer]:
@@ -140,14 +148,12 @@ def encode(flat: torch.Tensor, bits: float, key: FrameKey, salt: int, unbiased: 
 
 def decode(body: wire.Reader, n: int, bits: float, key: FrameKey, salt: int, device: torch.device) -> torch.Tensor:
     """The n values; FrameError if the body is damaged."""
-    shapes = _shapes(n)
-    blocks = sum(b for b, _ in shapes)
-    scale = wire.dense_tensor(body.take(2 * blocks), (blocks,), torch.bfloat16).to(torch.float32)
-    if not bool(torch.isfinite(scale).all()):
-        raise FrameError("frame holds a block scale that is not finite")
-    symbols = torch.from_numpy(entropy.decode(body, sum(b * s for b, s in shapes), _peak(bits))).to(device)
+    parts = shapes(n)
+    blocks = sum(b for b, _ in parts)
+    scale = read_scales(body, blocks)
+    symbols = torch.from_numpy(entropy.decode(body, sum(b * s for b, s in parts), _peak(bits))).to(device)
     coefficients, scale, start, first = [], scale.to(device), 0, 0
-    for count, size in shapes:
+    for count, size in parts:
         u = symbols[start : start + count * size].view(count, size).to(torch.float32)
         coefficients.append(u.mul_(scale[first : first + count].unsqueeze(1)))
         start, first = start + count * size, first + count

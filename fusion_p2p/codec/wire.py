@@ -21,7 +21,7 @@ NONFINITE = 2
 _KNOWN_FLAGS = BACKWARD | NONFINITE
 MAX_DIMS = 16
 
-DENSE, BF16, INT8, TOPK, TOPK_MASKED, ROTATED, SUBSPACE = range(1, 8)  # codec ids, never reused
+DENSE, BF16, INT8, TOPK, TOPK_MASKED, ROTATED, SUBSPACE, TRANSFORM = range(1, 9)  # codec ids, never reused
 
 _DTYPES = (
     torch.float32,

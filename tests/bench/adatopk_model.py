@@ -102,8 +102,8 @@ class Link:
         self.bytes, self.dense_bytes, self.codec_s = 0, 0, 0.0
         self.norm = 0.0
 
-    def at(self, step: int, micro_batch: int) -> None:
-        self.key = FrameKey(self.seed, step, micro_batch, self.value)
+    def at(self, step: int, micro_batch: int, training: bool = True) -> None:
+        self.key = FrameKey(self.seed, step, micro_batch, self.value, training)
 
     def there(self, x: torch.Tensor) -> torch.Tensor:
         start = time.perf_counter()
@@ -148,7 +148,7 @@ def evaluate(model: Gpt, data: np.ndarray, links: Sequence[Link] | None, step: i
         for i in range(0, rows, MICRO_BATCH):
             if links is not None:
                 for link in links:
-                    link.at(step, 1 + i)
+                    link.at(step, 1 + i, training=False)
             cut = (lambda c, h: links[c].there(h)) if links is not None else (lambda c, h: h)
             logits = model(x[i : i + MICRO_BATCH], cut)
             total += float(F.cross_entropy(logits.flatten(0, 1), y[i : i + MICRO_BATCH].flatten(), reduction="sum"))
@@ -175,7 +175,7 @@ def pretrained() -> Gpt:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 100 == 0:
-            print(f"pretraining step {step}: loss {float(loss):.3f}", flush=True)
+            print(f"pretraining step {step}: loss {float(loss.detach()):.3f}", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_model(model, str(path))
     return model
@@ -193,8 +193,7 @@ def finetune(
     ratio = sum(k.dense_bytes for k in links) / max(1, sum(k.bytes for k in links))
     share = sum(k.codec_s for k in links) / start
     loss = evaluate(model, held, None, steps, tokens)
-    dense = all(n == "dense" for n in names)
-    coded = loss if dense else evaluate(model, held, links, steps, tokens // 4)
+    coded = evaluate(model, held, links, steps, tokens)
     return Result("+".join(dict.fromkeys(names)), seed, loss, coded, ratio, norms, curve, share)
 
 
@@ -216,7 +215,7 @@ def train(
             logits = model(x, lambda c, h: _Hop.apply(h, links[c]))
             loss = F.cross_entropy(logits.flatten(0, 1), y.flatten()) / MICRO_BATCHES
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         curve.append(total)

@@ -123,7 +123,7 @@ class Payloads:
             self._aux[e, at.micro_batch] = aux
 
     def _key(self, e: Edge, at: At) -> FrameKey:
-        return FrameKey(self._seed, at.header.step, at.micro_batch, e.value)
+        return FrameKey(self._seed, at.header.step, at.micro_batch, e.value, at.header.training)
 
     # --- what codecs carry from step to step
 

@@ -1,0 +1,200 @@
+"""Every example runs, for two steps, as a user would start it; and a run pauses, resumes, stops and forks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A working folder; afterwards no process that was started from it is left."""
+    yield tmp_path
+    left = [
+        p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("FUSION_TEST") == str(tmp_path)
+    ]
+    for process in left:
+        process.kill()
+    assert not left
+    temporary = tmp_path / "tmp"
+    assert not temporary.exists() or not [p.name for p in temporary.iterdir() if p.name.startswith("fusion")]
+
+
+def environment(place: Path) -> dict[str, str]:
+    (place / "tmp").mkdir(exist_ok=True)
+    return os.environ | {
+        "FUSION_HOME": str(place / "home"),
+        "FUSION_TEST": str(place),
+        "TMPDIR": str(place / "tmp"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "peer.cli_run", *map(str, arguments)]
+
+
+def fusion_run(place: Path, *arguments: str | Path) -> str:
+    done = subprocess.run(
+        command(*arguments), cwd=place, env=environment(place), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
+    return done.stdout
+
+
+def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(*arguments),
+        cwd=place,
+        env=environment(place),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_gpt2_toml(place: Path) -> None:
+    out = fusion_run(place, "train", EXAMPLES / "gpt2.toml", "--local", "2", "--steps", "2", "--report", "r.json")
+    report = json.loads((place / "r.json").read_text())
+    losses = [s["loss"] for s in report["steps"]]
+    assert len(losses) == 2 and all(abs(loss - math.log(1024)) < 0.5 for loss in losses)
+    assert report["tokens_per_s"] > 0 and len(report["weights_blake2b"]) == 64
+    assert len({p["peer"] for p in report["plan"]["placement"]}) == 2
+    assert report["bytes_sent"]["0-1"] > 0 < report["bytes_sent"]["1-0"]
+    assert "loss over steps" in out and "nats per byte" in out and "sample:" in out
+    run = place / "runs" / "gpt2-demo"
+    assert f"checkpoint: {run.relative_to(place)}/checkpoints/step-00000002" in out
+    evaluated = json.loads(fusion_run(place, "eval", "gpt2-demo", "--json"))
+    assert evaluated["step"] == 2
+    [held_out] = report["evals"]
+    assert held_out["loss"] == pytest.approx(evaluated["loss"], rel=1e-5)
+
+
+def test_resnet_mnist_toml(place: Path) -> None:
+    fusion_run(place, "train", EXAMPLES / "resnet_mnist.toml", "--local", "2", "--steps", "2", "--report", "r.json")
+    losses = [s["loss"] for s in json.loads((place / "r.json").read_text())["steps"]]
+    assert len(losses) == 2 and all(0 < loss < 4 for loss in losses)
+
+
+def test_train_gpt2_py(place: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "train_gpt2.py", "--steps", "2", "--peers", "2"],
+        cwd=place,
+        env=environment(place),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "step 1: loss 5." in done.stdout
+    assert (place / "gpt2-woodchuck" / "config.json").exists()
+
+
+SMALL = """
+[run]
+name = "cats"
+steps = 6
+[model]
+family = "gpt2"
+[model.gpt2]
+layers = 2
+width = 16
+heads = 2
+context = 16
+[data]
+path = "book.txt"
+tokenizer = "bytes"
+[batch]
+micro_batches = 2
+micro_batch_size = 2
+[optimizer]
+warmup = 2
+decay_steps = 6
+[checkpoint]
+save_every = 2
+"""
+
+
+def small_run(place: Path) -> None:
+    (place / "run.toml").write_text(SMALL)
+    (place / "book.txt").write_text("the cat sat on the mat and the dog sat on the log.\n" * 200)
+
+
+def wait_for_step(trainer: subprocess.Popen[str]) -> None:
+    """Returns when the trainer has said that a step is done."""
+    assert trainer.stdout is not None
+    for line in trainer.stdout:
+        if line.startswith("step "):
+            return
+    raise AssertionError(f"the trainer ended with {trainer.wait(10)} before a step")
+
+
+def test_a_paused_run_goes_on_as_if_nothing_had_been(place: Path) -> None:
+    small_run(place)
+    trainer = start(place, "train", "run.toml", "--local", "2", "--steps", "100000")
+    with trainer:
+        wait_for_step(trainer)
+        assert "noted by the trainer" in fusion_run(place, "pause", "cats")
+        rest = trainer.communicate(timeout=60)[0]
+    assert trainer.returncode == 0 and "fusion-run resume runs/cats" in rest
+    [listed] = json.loads(fusion_run(place, "list", "--json"))
+    assert (listed["phase"], listed["running"]) == ("paused", False)
+    done = listed["step"]
+    end = str(done + 3)
+    fusion_run(place, "resume", "cats", "--local", "2", "--steps", end, "--report", "resumed.json")
+    resumed = json.loads((place / "resumed.json").read_text())["steps"]
+    assert [s["step"] for s in resumed] == list(range(done, done + 3))
+    fusion_run(
+        place, "train", "run.toml", "--local", "2", "--steps", end, "--run-dir", "whole", "--report", "whole.json"
+    )
+    whole = json.loads((place / "whole.json").read_text())["steps"]
+    # the plan may cut elsewhere, as speeds are measured anew: equal to rounding
+    assert [s["loss"] for s in resumed] == pytest.approx([s["loss"] for s in whole[done:]], rel=1e-4)
+
+
+def test_ctrl_c_ends_cleanly_and_a_fork_starts_from_the_checkpoint(place: Path) -> None:
+    small_run(place)
+    fusion_run(place, "train", "run.toml", "--local", "2")
+    (place / "fork.toml").write_text(SMALL.replace('"cats"', '"kittens"').replace("steps = 6", "steps = 100000"))
+    trainer = start(place, "fork", "cats", "fork.toml", "--local", "2")
+    with trainer:
+        wait_for_step(trainer)
+        trainer.send_signal(signal.SIGINT)
+        rest = trainer.communicate(timeout=20)[0]
+    assert trainer.returncode == 130
+    assert "fusion-run resume runs/kittens" in rest
+    names = {r["name"] for r in json.loads(fusion_run(place, "list", "--json"))}
+    assert names == {"cats", "kittens"}
+
+
+def test_an_address_that_nobody_answers_is_bad_input(place: Path) -> None:
+    small_run(place)
+    nobody = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
+    done = subprocess.run(
+        command("train", "run.toml", "--swarm", nobody),
+        cwd=place,
+        env=environment(place),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("fusion-run: ") and "127.0.0.1" in last

@@ -91,6 +91,7 @@ def node_parts() -> types.SimpleNamespace:
     parts = types.SimpleNamespace(
         P2P=p2p.P2P,
         PeerID=p2p.PeerID,
+        P2PDaemonError=p2p.P2PDaemonError,
         Multiaddr=importlib.import_module("hivemind.utils.multiaddr").Multiaddr,
         DHTNode=node.DHTNode,
         DHTID=importlib.import_module("hivemind.dht.routing").DHTID,

@@ -15,7 +15,7 @@ from typing import Any
 
 from dht import addresses
 from dht._hivemind import pb
-from dht.errors import InputError, NoSuchProtocol, PeerUnreachable, TransportError
+from dht.errors import InputError, NoSuchProtocol, P2pdGone, PeerUnreachable, TransportError
 from dht.identity import peer_id_bytes, peer_id_text
 from dht.transport import Stream
 
@@ -98,7 +98,7 @@ class ControlClient:
             kind = PeerUnreachable if peer_id else TransportError
             raise kind(f"{what}: no answer in {timeout_s:g} s") from error
         except (OSError, asyncio.IncompleteReadError) as error:
-            raise TransportError(f"{what}: the p2pd at {self.path} is not there ({error or 'closed'})") from error
+            raise P2pdGone(f"{what}: the p2pd at {self.path} is not there ({error or 'closed'})") from error
 
     async def _request(self, request: Any) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await _connect(self.path)

@@ -25,6 +25,10 @@ class TransportError(DhtError):
     """A stream, a connection or p2pd itself failed; names the peer and the protocol."""
 
 
+class P2pdGone(TransportError):
+    """p2pd does not take connections now; it is being restarted, or its owner has ended."""
+
+
 class PeerUnreachable(TransportError):
     """The peer cannot be dialled: unknown addresses, refused, or no answer before the deadline."""
 

@@ -18,8 +18,9 @@ from typing import Any
 from dht import p2p
 from dht.clock import swarm_clock
 from dht.errors import SwarmUnreachable
-from dht.node import Board, RunView
+from dht.node import Board
 from dht.records import Device, PeerRecord
+from dht.runs import RunView
 
 SCHEMA = 1
 UNKNOWN = "?"
@@ -53,7 +54,7 @@ async def _look(swarm: tuple[str, ...], run: str | None, folder: Path) -> Snapsh
         try:
             if run is not None:
                 peers, found = await asyncio.gather(board.peers(), board.run(run))
-                views = () if found is None else (found,)
+                views: tuple[RunView, ...] = () if found is None else (found,)
             else:
                 peers, heads = await asyncio.gather(board.peers(), board.runs())
                 views = tuple(await asyncio.gather(*map(board.view, heads)))

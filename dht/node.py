@@ -26,6 +26,7 @@ from dht.errors import DhtError, InputError, RecordError, SwarmUnreachable, Tran
 from dht.identity import peer_id_bytes
 from dht.p2p import P2PTransport
 from dht.records import REFRESH_S, TTL_S, PeerRecord, Record, RunEvents, RunLinks, RunRecord, RunStages, Signer
+from dht.runs import RunView, join_run, split_run
 from dht.validator import make_validator
 
 log = logging.getLogger("dht.node")
@@ -36,16 +37,6 @@ _RPC_S = 3.0  # a silent node costs this much per look-up
 _LOOKUP_S = 60.0  # hivemind's own `refresh_timeout` does nothing, so a random id is looked up this often
 _CLOCK_S = 300.0
 _MIN_INTERVAL_S = 1.0  # a record that changes faster is stored this often
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunView:
-    """Everything the board holds on one run. Parts not (yet) found are empty."""
-
-    run: RunRecord
-    stages: tuple[records.StageHost, ...] = ()
-    links: tuple[records.LinkBytes, ...] = ()
-    events: tuple[records.Event, ...] = ()
 
 
 @dataclass(slots=True)
@@ -87,6 +78,9 @@ class Board:
         except TimeoutError as error:
             await board.close()
             raise TransportError(f"the board of peer {transport.peer_id} did not start in {timeout_s:g} s") from error
+        except (OSError, EOFError, node_parts().P2PDaemonError) as error:
+            await board.close()
+            raise TransportError(f"the p2pd of peer {transport.peer_id} gives no board a place: {error}") from error
         except BaseException:
             await board.close()
             raise
@@ -344,46 +338,6 @@ class Board:
                 own.changed = False
         async with self._stored:
             self._stored.notify_all()
-
-
-def join_run(head: RunRecord, parts: list[records.RunPart]) -> RunView:
-    """One view of a run from its head and parts; stages and links of older plans are left out."""
-    plan = max((p.plan for p in parts if isinstance(p, RunStages)), default=head.plan)
-    stages = [s for p in parts if isinstance(p, RunStages) and p.plan == plan for s in p.stages]
-    links = [link for p in parts if isinstance(p, RunLinks) and p.plan == plan for link in p.links]
-    events = [e for p in parts if isinstance(p, RunEvents) for e in p.events]
-    return RunView(
-        run=head,
-        stages=tuple(sorted(stages, key=lambda s: (s.replica, s.stage))),
-        links=tuple(sorted(links, key=lambda link: (link.src, link.dst))),
-        events=tuple(sorted(events, key=lambda e: e.time)),
-    )
-
-
-def split_run(view: RunView) -> tuple[Record, ...]:
-    """The records that hold `view`, each within 2 KB; the oldest events are left out if they do not fit.
-
-    Publish them all; the number of parts of one plan does not change, so none is left behind.
-    """
-    run, owner, plan = view.run.run, view.run.owner, view.run.plan
-    out: list[Record] = [view.run]
-    for part, at in enumerate(range(0, len(view.stages), 16)):
-        out.append(RunStages(run=run, owner=owner, part=part, plan=plan, stages=view.stages[at : at + 16]))
-    for part, at in enumerate(range(0, len(view.links), 32)):
-        out.append(RunLinks(run=run, owner=owner, part=part, plan=plan, links=view.links[at : at + 32]))
-    if view.events:
-        out.append(RunEvents(run=run, owner=owner, part=0, events=_that_fit(view.events)))
-    return tuple(out)
-
-
-def _that_fit(events: tuple[records.Event, ...]) -> tuple[records.Event, ...]:
-    room, kept = 1600, []
-    for event in reversed(events[-16:]):
-        room -= len(msgspec.msgpack.encode(event))
-        if room < 0:
-            break
-        kept.append(event)
-    return tuple(reversed(kept))
 
 
 def _published(record: Record, now: float) -> Record:

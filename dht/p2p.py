@@ -18,15 +18,17 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from dht import addresses
 from dht._hivemind import pb
 from dht.control import SOCKET_BUFFER_BYTES, STREAM_LIMIT_BYTES, ControlClient, read_message, socket_path
-from dht.errors import DhtError, InputError, PeerUnreachable, SwarmUnreachable, TransportError
+from dht.errors import DhtError, InputError, P2pdGone, PeerUnreachable, SwarmUnreachable, TransportError
 from dht.identity import Identity, load_or_create, peer_id_text
 from dht.p2pd import P2pd, P2pdConfig, SocketFolder
 from dht.transport import Stream, StreamHandler
 
+T = TypeVar("T")
 log = logging.getLogger("dht.p2p")
 
 ANY_ADDRESS = ("/ip4/0.0.0.0/tcp/0",)
@@ -34,7 +36,10 @@ LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 ACCEPT_BACKLOG = 1024  # hivemind's 100 loses streams when a fence opens them at once
 MAX_STREAMS_PER_PEER = 512
 _HEADER_S = 10.0
-_BACKOFF_S = 0.5
+_RETRY_S = 0.3
+# libp2p does not dial for 5 s after a failure, though a peer that restarts is back sooner; and right after joining its
+# routing knows nobody yet.
+_PASSING = ("dial backoff", "failed to find any peer in table")
 _RESTART_DELAYS_S = (0.0, 0.2, 1.0, 3.0, 10.0)
 
 
@@ -89,23 +94,42 @@ class P2PTransport:
 
     async def connect(self, peer_id: str, addresses: tuple[str, ...], *, timeout_s: float = 10.0) -> None:
         """Raises PeerUnreachable. `addresses` with or without their /p2p/ part; () asks libp2p's own routing."""
-        async with self._deadline(f"connecting to peer {peer_id}", timeout_s):
-            await self._up.wait()
-            await self.client.connect(peer_id, tuple(a.partition("/p2p/")[0] for a in addresses), timeout_s=timeout_s)
+        transports = tuple(a.partition("/p2p/")[0] for a in addresses)
+        await self._patiently(
+            f"connecting to peer {peer_id}",
+            lambda: self.client.connect(peer_id, transports, timeout_s=timeout_s),
+            timeout_s if not transports else 0.0,
+            timeout_s,
+        )
 
     async def open_stream(self, peer_id: str, protocol: str, *, timeout_s: float = 10.0) -> Stream:
-        """Raises PeerUnreachable, NoSuchProtocol, or TransportError when p2pd itself is the trouble."""
-        end = asyncio.get_running_loop().time() + timeout_s
-        async with self._deadline(f"opening {protocol} at peer {peer_id}", timeout_s):
-            await self._up.wait()
+        """Raises PeerUnreachable, NoSuchProtocol, or TransportError when p2pd itself is the trouble.
+
+        libp2p negotiates lazily with a peer it knows: a stream to a protocol that is no longer served may open and then
+        end. What proves that somebody is there is a first byte from them.
+        """
+        return await self._patiently(
+            f"opening {protocol} at peer {peer_id}",
+            lambda: self.client.open_stream(peer_id, protocol, timeout_s=timeout_s),
+            timeout_s,
+            timeout_s,
+        )
+
+    async def _patiently(self, what: str, call: Callable[[], Awaitable[T]], retry_s: float, timeout_s: float) -> T:
+        """`call`, once p2pd is up, and again for `retry_s` while the failure is one that passes by itself."""
+        now = asyncio.get_running_loop().time
+        end = now() + retry_s
+        async with self._deadline(what, timeout_s):
             while True:
+                await self._up.wait()
                 try:
-                    return await self.client.open_stream(peer_id, protocol, timeout_s=timeout_s)
+                    return await call()
+                except P2pdGone:  # died just now; the supervisor notices as well
+                    pass
                 except PeerUnreachable as error:
-                    # libp2p refuses to dial for 5 s after a failure; a peer that restarts is back sooner than that.
-                    if "dial backoff" not in str(error) or asyncio.get_running_loop().time() + _BACKOFF_S > end:
+                    if now() + _RETRY_S > end or not any(reason in str(error) for reason in _PASSING):
                         raise
-                await asyncio.sleep(_BACKOFF_S)
+                await asyncio.sleep(_RETRY_S)
 
     async def serve(self, protocol: str, handler: StreamHandler) -> None:
         """Incoming streams of `protocol` go to `handler`, also after p2pd restarts; they close when it returns."""
@@ -145,7 +169,7 @@ class P2PTransport:
             if result is None:
                 reached.append(target.peer_id)
             elif isinstance(result, DhtError):
-                failed.append(f"{target}: {str(result).rpartition(': ')[2]}")
+                failed.append(f"{target}: {_why(str(result))}")
             else:
                 raise result
         if targets and not reached:
@@ -316,6 +340,13 @@ async def attach(control_address: str, *, timeout_s: float = 10.0) -> P2PTranspo
     transport = P2PTransport(client, peer_id)
     transport._supervisor = asyncio.create_task(transport._supervise(), name="p2pd watcher")
     return transport
+
+
+def _why(reason: str) -> str:
+    """The end of p2pd's nested reasons, which is the one that counts."""
+    if "remote key matches" in reason:
+        return "another peer answers there; ask for its current address"
+    return reason.rpartition(": ")[2].rpartition("] ")[2]
 
 
 def _lock_identity(path: Path) -> int:

@@ -154,13 +154,17 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
-    """`code`: version, policy, busy, lease, memory, admission, signature, expired. `needed`/`cap` in bytes for memory."""
+    """`code`: version, policy, busy, lease, memory, admission, signature, state (its bytes could not be had).
+
+    `needed` and `cap` in bytes for memory. `run` and `stage` of the offer; "" and -1 in answer to a hello.
+    """
 
     code: str
     reason: str
     stage: int = -1
     needed: int = 0
     cap: int = 0
+    run: str = ""
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted", kw_only=True):
@@ -200,7 +204,7 @@ class StageFault(msgspec.Struct, frozen=True, tag="fault", kw_only=True):
     run: str
     stage: int
     incarnation: int
-    code: str  # died, peer-lost, frame, memory, cap, leaving
+    code: str  # of itself: died, frame, memory, leaving, mark; of `peer`: peer-lost, peer-frame, stale, gap, differs
     reason: str
     peer: str = ""
 

@@ -34,3 +34,8 @@ class Limiter:
         wait = self._bucket.delay(count, now)
         if wait > 0:
             await asyncio.sleep(wait)
+
+    def set(self, bytes_per_s: float | None) -> None:
+        """Another cap from now on."""
+        if bytes_per_s != self._rate:
+            self._rate, self._bucket = bytes_per_s, None

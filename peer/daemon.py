@@ -1,0 +1,294 @@
+"""A volunteer's daemon: p2pd, the board, the control server, one executor per device. Small: it never loads torch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import psutil
+
+from dht import p2p, records
+from dht.control import socket_path
+from dht.errors import DhtError
+from dht.home import remember_swarm
+from dht.node import Board
+from dht.p2p import P2PTransport
+from peer.blobs import BlobStore, serve_blobs
+from peer.channel_io import ChannelSettings
+from peer.daemon_session import ControlServer
+from peer.executor_process import ExecutorProcess
+from peer.executor_protocol import Start
+from peer.local_control import Command, DeviceView, LocalControl, PeerStatus, StageView
+from peer.policy import LEASE_S, Policy, within_hours
+from peer.protocol import CONTROL
+from peer.ratelimit import Limiter
+from peer.volunteer import Volunteer, minute_of_day
+
+log = logging.getLogger("peer.daemon")
+
+ROUND_S = 2.0
+LEAVE_S = 8.0
+BLOB_AGE_S = 24 * 3600.0
+UPLOAD_PAYLOAD = 0.95  # of the cap; the rest is the transport's own envelope, the board and control streams
+BLOB_SHARE = 0.25  # of the upload cap, where there is one, for snapshots
+
+
+class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What `fusion-peer join` was told, checked. `upload_bytes_per_s` None: no cap; `vram_bytes` 0: the whole card."""
+
+    bootstrap: tuple[str, ...] = ()
+    listen: tuple[str, ...] = p2p.ANY_ADDRESS
+    home: Path
+    name: str = ""
+    devices: tuple[str, ...] = ("cpu",)
+    memory_bytes: int
+    vram_bytes: int = 0
+    threads: int
+    upload_bytes_per_s: float | None = None
+    policy: Policy
+    beat_s: float = 2.0
+    dead_s: float = 8.0
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """What a parent process is told, as one JSON line each: first when the peer has joined, then once its devices are
+    measured (event "devices")."""
+
+    event: Literal["joined", "devices"]
+    peer: str
+    addresses: tuple[str, ...]
+    pid: int
+
+
+class Daemon:
+    """`run` joins, serves until `leave` is called, then leaves within LEAVE_S."""
+
+    _volunteer: Volunteer
+
+    def __init__(self, options: JoinOptions, on_ready: Callable[[Ready], None]) -> None:
+        self._options, self._on_ready = options, on_ready
+        self._leaving = asyncio.Event()
+        self.joined = False
+        self._started = time.monotonic()
+        self._told_devices = False
+        self._published: records.PeerRecord | None = None
+        self._addresses: tuple[str, ...] = ()
+        self._seen_peers: int | None = None
+
+    def leave(self) -> None:
+        self._leaving.set()
+
+    async def _until_leaving(self) -> None:
+        await self._leaving.wait()
+
+    async def run(self) -> None:
+        """Raises DhtError (bad or dead address, port or identity in use) before anything has been started for long."""
+        o = self._options
+        transport = await p2p.start(o.home / "identity", host_addresses=o.listen, bootstrap=o.bootstrap)
+        try:
+            self._addresses = await transport.addresses()
+            board = await Board.start(transport)
+            try:
+                await self._serve(transport, board)
+            finally:
+                await board.close()
+        finally:
+            await transport.close()
+
+    async def _serve(self, transport: P2PTransport, board: Board) -> None:
+        o = self._options
+        store = BlobStore(o.home / "blobs")
+        _clear_old(o.home / "blobs")
+        executors: dict[str, ExecutorProcess] = {}
+        self._volunteer = volunteer = Volunteer(
+            transport.peer_id, o.home, o.policy, store, executors, lambda: self._publish(board)
+        )
+        for name, device in board_names(o.devices):
+            executors[name] = self._executor(name, device, transport, len(o.devices))
+        settings = ChannelSettings(beat_s=o.beat_s, dead_s=o.dead_s)
+        blob_rate = None if o.upload_bytes_per_s is None else o.upload_bytes_per_s * UPLOAD_PAYLOAD * BLOB_SHARE
+        await serve_blobs(transport, store, volunteer.may_fetch, limiter=Limiter(blob_rate), settings=settings)
+        control = ControlServer(volunteer, beat_s=o.beat_s, dead_s=o.dead_s)
+        await transport.serve(CONTROL, control.handle)
+        folder = socket_path(transport.control_address).parent
+        local = LocalControl(folder / "local", o.home, transport.peer_id, lambda c: self._answer(c, board))
+        await local.start()
+        remember_swarm(self._addresses + o.bootstrap)
+        self._publish(board)
+        self.joined = True
+        self._say_ready("joined")
+        runs = [asyncio.create_task(e.run(), name=f"executor {n}") for n, e in executors.items()]
+        rounds = asyncio.create_task(self._rounds(board), name="rounds")
+        leaving = asyncio.create_task(self._until_leaving(), name="leaving")
+        try:
+            done, _ = await asyncio.wait({leaving, rounds, *runs}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {leaving}:
+                task.result()  # a defect: the daemon must not live on without one of its parts
+        finally:
+            await self._wind_up([leaving, rounds, *runs], local, board)
+
+    async def _wind_up(self, tasks: list[asyncio.Task[None]], local: LocalControl, board: Board) -> None:
+        """Tell trainers and the board, end the executors; bounded, whatever others do."""
+        try:
+            async with asyncio.timeout(LEAVE_S / 2):
+                await self._volunteer.evict("the volunteer leaves")
+                board.publish(msgspec.structs.replace(self._record(), state="left", work=()))
+                await board.flush(timeout_s=LEAVE_S / 4)
+        except (DhtError, TimeoutError) as error:
+            log.info("leaving: %s", error)
+        local.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=LEAVE_S / 2)
+
+    def _executor(self, name: str, device: str, transport: P2PTransport, count: int) -> ExecutorProcess:
+        o = self._options
+        rate = o.upload_bytes_per_s
+        share = None if rate is None else rate * UPLOAD_PAYLOAD * (1 - BLOB_SHARE) / count
+        start = Start(
+            control_address=transport.control_address, device=device, threads=max(1, o.threads // count),
+            memory_bytes=o.memory_bytes // count, vram_bytes=o.vram_bytes, upload_bytes_per_s=share,
+            blobs=str(o.home / "blobs"), beat_s=o.beat_s, dead_s=o.dead_s,
+        )  # fmt: skip
+        return ExecutorProcess(
+            start,
+            log_file=o.home / f"executor-{name.replace(':', '-')}.log",
+            on_message=lambda message: self._volunteer.on_message(message),
+            on_death=lambda death: self._volunteer.on_death(name, death),
+        )
+
+    # --- rounds
+
+    async def _rounds(self, board: Board) -> None:
+        """Leases, hours, the board's view of us and ours of it."""
+        at = 0
+        while True:
+            volunteer = self._volunteer
+            await volunteer.check_leases(self._options.dead_s, LEASE_S)
+            if volunteer.stages and not self._may_compute():
+                await volunteer.evict(f"this volunteer computes at {volunteer.policy.hours} only")
+            self._publish(board)
+            if at % 8 == 1:
+                try:
+                    self._seen_peers = len(await board.peers(timeout_s=5.0))
+                except DhtError as error:
+                    log.info("board: %s", error)
+            at += 1
+            await asyncio.sleep(ROUND_S)
+
+    def _may_compute(self) -> bool:
+        policy = self._volunteer.policy
+        return not policy.paused and within_hours(policy.hours, minute_of_day())
+
+    def _state(self) -> Literal["free", "busy", "paused"]:
+        if not self._may_compute():
+            return "paused"
+        return "busy" if self._volunteer.stages else "free"
+
+    def _record(self) -> records.PeerRecord:
+        v = self._volunteer
+        found = []
+        for name, executor in v.executors.items():
+            ready = executor.ready
+            free = 0 if ready is None else max(0, ready.memory_bytes - max(executor.resident_bytes, ready.base_bytes))
+            found.append(
+                records.Device(
+                    kind=name.partition(":")[0], name=ready.name if ready else "",
+                    flops_per_s=_rounded(ready.flops_per_s) if ready else 0.0,
+                    memory_bytes_per_s=_rounded(ready.memory_bytes_per_s) if ready else 0.0,
+                    memory_bytes=ready.memory_bytes if ready else 0, free_bytes=int(_rounded(free)),
+                )
+            )  # fmt: skip
+        work = tuple(records.Work(run, stage) for run, stage in sorted(v.stages))[:16]
+        return records.PeerRecord(
+            peer=v.peer_id, version=_version(), devices=tuple(found), addresses=self._addresses[:8],
+            hours=v.policy.hours, state=self._state(), work=work,
+        )  # fmt: skip
+
+    def _publish(self, board: Board) -> None:
+        record = self._record()
+        if record != self._published:
+            self._published = record
+            board.publish(record)
+        if not self._told_devices and all(d.flops_per_s > 0 for d in record.devices):
+            self._told_devices = True
+            self._say_ready("devices")
+
+    def _say_ready(self, event: Literal["joined", "devices"]) -> None:
+        self._on_ready(Ready(event=event, peer=self._volunteer.peer_id, addresses=self._addresses, pid=os.getpid()))
+
+    # --- the local socket
+
+    async def _answer(self, command: Command, board: Board) -> PeerStatus:
+        v = self._volunteer
+        if command.command in ("pause", "resume"):
+            v.policy = msgspec.structs.replace(v.policy, paused=command.command == "pause")
+            if v.policy.paused:
+                await v.evict("the volunteer was paused by its owner")
+            self._publish(board)
+        if command.command == "leave":
+            self.leave()
+        return self.status()
+
+    def status(self) -> PeerStatus:
+        v = self._volunteer
+        return PeerStatus(
+            peer=v.peer_id, state=self._state(), addresses=self._addresses, name=self._options.name,
+            uptime_s=time.monotonic() - self._started,
+            devices=tuple(_device_view(name, e) for name, e in v.executors.items()),
+            stages=tuple(
+                StageView(
+                    run=run, name=s.spec.name, owner=s.spec.owner.hex(), stage=stage, device=s.assignment.device,
+                    tick=s.status.tick if s.status else 0, waiting_for=s.status.waiting_for if s.status else "",
+                    bytes_sent=sum(s.status.bytes_sent.values()) if s.status else 0,
+                )
+                for (run, stage), s in sorted(v.stages.items())
+            ),
+            peers=self._seen_peers, daemon_bytes=int(psutil.Process().memory_info().rss), hours=v.policy.hours,
+            runs=v.policy.owners,
+        )  # fmt: skip
+
+
+def _device_view(name: str, executor: ExecutorProcess) -> DeviceView:
+    ready, cap = executor.ready, executor.start.memory_bytes
+    if ready is None:
+        return DeviceView(device=name, state="starting", pid=executor.pid, cap_bytes=cap)
+    return DeviceView(
+        device=name, state="ready", name=ready.name, pid=executor.pid, flops_per_s=ready.flops_per_s,
+        memory_bytes_per_s=ready.memory_bytes_per_s, resident_bytes=executor.resident_bytes,
+        cap_bytes=ready.memory_bytes,
+    )  # fmt: skip
+
+
+def board_names(wanted: tuple[str, ...]) -> list[tuple[str, str]]:
+    """(name on the board, torch's name) of each device. On the board devices of a kind are numbered from 0."""
+    cards = [d for d in wanted if d != "cpu"]
+    return [("cpu", "cpu")] * ("cpu" in wanted) + [(f"cuda:{i}", d) for i, d in enumerate(cards)]
+
+
+def _rounded(figure: float) -> float:
+    """Three digits: what changes less is not worth storing again."""
+    return float(f"{figure:.3g}")
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("fusion-p2p")
+    except PackageNotFoundError:
+        return "source"
+
+
+def _clear_old(folder: Path) -> None:
+    """Snapshots of a peer that died long ago, and parts of ones never finished."""
+    oldest = time.time() - BLOB_AGE_S
+    for path in folder.iterdir():
+        if path.name.startswith(".") or path.stat().st_mtime < oldest:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,171 @@
+"""One trainer's control stream at the volunteer: hello, then offers and commands, heartbeats both ways.
+
+Everything before the hello is checked is bounded: how many streams, how long, how many bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+
+import msgspec
+
+from dht.transport import Stream
+from peer.control_io import MessageStream
+from peer.errors import RefusedError, SignatureError, WireError
+from peer.protocol import (
+    PROTOCOL_VERSION,
+    Connect,
+    Drop,
+    Heartbeat,
+    Hello,
+    Mark,
+    Refused,
+    RunSpec,
+    SessionCert,
+    StageOffer,
+    ToVolunteer,
+    Trim,
+    Welcome,
+)
+from peer.signing import check_session
+from peer.volunteer import Volunteer
+
+log = logging.getLogger("peer.daemon")
+
+MAX_HELLO = 64 << 10
+HELLO_S = 10.0
+SEND_S = 8.0
+MAX_STREAMS = 64
+MAX_PER_PEER = 4
+MAX_QUEUED = 10_000
+_DECODER: msgspec.msgpack.Decoder[ToVolunteer] = msgspec.msgpack.Decoder(ToVolunteer)
+
+
+class TrainerSession:
+    """See `volunteer.Session`."""
+
+    def __init__(self, stream: MessageStream[ToVolunteer], spec: RunSpec, cert: SessionCert) -> None:
+        self.spec, self.cert = spec, cert
+        self._stream = stream
+        self._queue: asyncio.Queue[msgspec.Struct | None] = asyncio.Queue()
+
+    def post(self, message: msgspec.Struct) -> None:
+        self._queue.put_nowait(message)
+        if self._queue.qsize() > MAX_QUEUED:
+            self._stream.close()  # it takes no messages
+
+    def end(self, code: str, reason: str) -> None:
+        """Tell the trainer why, then close."""
+        self.post(Refused(code=code, reason=reason))
+        self._queue.put_nowait(None)
+
+    async def run(self, volunteer: Volunteer, beat_s: float, dead_s: float) -> None:
+        async with asyncio.TaskGroup() as group:
+            sender = group.create_task(self._send())
+            beats = group.create_task(self._beat(beat_s))
+            try:
+                await self._receive(volunteer, dead_s)
+            finally:
+                sender.cancel()
+                beats.cancel()
+
+    async def _receive(self, volunteer: Volunteer, dead_s: float) -> None:
+        while (message := await self._stream.receive(timeout_s=dead_s)) is not None:
+            volunteer.heard(self)
+            match message:
+                case StageOffer():
+                    await self._offer(volunteer, message)
+                case Connect() | Mark() | Trim() | Drop():
+                    await volunteer.command(self, message)
+                case Hello():
+                    raise WireError("a second hello on one control stream")
+                case Heartbeat():
+                    pass
+
+    async def _offer(self, volunteer: Volunteer, offer: StageOffer) -> None:
+        try:
+            await volunteer.offer(self, offer)
+        except RefusedError as error:
+            self.post(_refused(error, _stage_of(offer)))
+        except SignatureError as error:
+            self.post(Refused(code="signature", reason=str(error), stage=_stage_of(offer)))
+
+    async def _send(self) -> None:
+        while (message := await self._queue.get()) is not None:
+            await self._stream.send(message, timeout_s=SEND_S)
+        self._stream.close()
+
+    async def _beat(self, beat_s: float) -> None:
+        while True:
+            await asyncio.sleep(beat_s)
+            self.post(Heartbeat())
+
+
+class ControlServer:
+    """Handles streams of protocol CONTROL."""
+
+    def __init__(self, volunteer: Volunteer, *, beat_s: float, dead_s: float) -> None:
+        self._volunteer, self._beat_s, self._dead_s = volunteer, beat_s, dead_s
+        self._open: Counter[str] = Counter()
+
+    async def handle(self, stream: Stream) -> None:
+        remote = stream.remote
+        if self._open[remote] >= MAX_PER_PEER or self._open.total() >= MAX_STREAMS:
+            log.warning("too many control streams: one of %s refused", remote)
+            return
+        self._open[remote] += 1
+        try:
+            await self._serve(stream)
+        except* (OSError, TimeoutError, WireError, RuntimeError) as group:
+            log.info("trainer %s: %s", remote, group.exceptions[0])
+        finally:
+            self._open[remote] -= 1
+            self._open += Counter()  # drops the zeros
+            stream.writer.close()
+
+    async def _serve(self, stream: Stream) -> None:
+        first = MessageStream(stream.reader, stream.writer, _DECODER, limit=MAX_HELLO)
+        try:
+            hello = await first.receive(timeout_s=HELLO_S)
+            if not isinstance(hello, Hello):
+                raise WireError("a control stream begins with a hello")
+            if hello.version != PROTOCOL_VERSION:
+                reason = f"trainer speaks protocol {hello.version}, this volunteer {PROTOCOL_VERSION}: update the older"
+                raise RefusedError("version", reason)
+            spec, cert = check_session(hello.spec, hello.cert, remote_peer=stream.remote, now=time.time())
+            session = TrainerSession(MessageStream(stream.reader, stream.writer, _DECODER), spec, cert)
+            self._volunteer.admit(session)
+        except SignatureError as error:
+            return await first.send(Refused(code="signature", reason=str(error)), timeout_s=SEND_S)
+        except RefusedError as error:
+            return await first.send(_refused(error, -1), timeout_s=SEND_S)
+        log.info("run %s (%s) of owner %s: trainer %s", spec.run, spec.name[:40], spec.owner.hex()[:16], stream.remote)
+        try:
+            session.post(
+                Welcome(
+                    version=PROTOCOL_VERSION, peer=self._volunteer.peer_id, devices=tuple(self._volunteer.executors),
+                    have_opdags=self._volunteer.have_opdags(),
+                )
+            )  # fmt: skip
+            await session.run(self._volunteer, self._beat_s, self._dead_s)
+        finally:
+            self._volunteer.part(session)
+
+
+def _refused(error: RefusedError, stage: int) -> Refused:
+    return Refused(code=error.code, reason=str(error), stage=stage, needed=error.needed, cap=error.cap)
+
+
+def _stage_of(offer: StageOffer) -> int:
+    """The stage number that an offer claims, for the refusal only; -1 if it cannot be read."""
+    try:
+        return int(msgspec.msgpack.decode(offer.assignment.body, type=_Claim).stage)
+    except msgspec.MsgspecError:
+        return -1
+
+
+class _Claim(msgspec.Struct):
+    stage: int

@@ -1,0 +1,306 @@
+"""The executor of one device: `python -m peer.executor FD`, started by a volunteer's daemon over a private socketpair.
+
+Two threads. The loop owns streams, heartbeats and messages; the compute thread owns torch. Memory and threads are
+capped before any stage comes. The end of the socketpair is the end of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+import uvloop
+
+from dht import p2p
+from dht.control import socket_path
+from dht.errors import DhtError
+from fusion_p2p.errors import FrameError, FusionError
+from fusion_p2p.snapshot import to_bytes
+from peer.blobs import BlobStore, fetch_blob
+from peer.channel_io import ChannelSettings
+from peer.control_io import MessageStream
+from peer.devices import measure
+from peer.errors import BlobError, RefusedError
+from peer.executor_build import build
+from peer.executor_compute import ComputeThread, Hosted, Key, Snapshot
+from peer.executor_memory import MemoryLimit, gib, is_out_of_memory, limit_memory
+from peer.executor_protocol import Beat, FromExecutor, HostStage, Lease, Ready, Start, ToExecutor, Upload
+from peer.link_ends import LinkEvent
+from peer.links import Links
+from peer.protocol import (
+    Accepted,
+    BlobRef,
+    Connect,
+    Drop,
+    Endpoint,
+    Mark,
+    Refused,
+    Snapshotted,
+    StageFault,
+    StageStatus,
+    Trim,
+)
+from peer.ratelimit import Limiter
+from peer.selfdial import SelfDial
+
+log = logging.getLogger("peer.executor")
+
+BEAT_S = 2.0
+SEND_S = 30.0
+FOREVER_S = 1e9  # the daemon may have nothing to say for long; its end is seen as the end of the socketpair
+_DECODER: msgspec.msgpack.Decoder[ToExecutor] = msgspec.msgpack.Decoder(ToExecutor)
+
+
+class Executor:
+    """`serve` runs until the daemon is gone."""
+
+    def __init__(
+        self, stream: MessageStream[ToExecutor], start: Start, transport: SelfDial, limit: MemoryLimit
+    ) -> None:
+        self._stream, self._start, self._transport, self._limit = stream, start, transport, limit
+        self._settings = ChannelSettings(beat_s=start.beat_s, dead_s=start.dead_s)
+        self._limiter = Limiter(start.upload_bytes_per_s)
+        self._store = BlobStore(Path(start.blobs))
+        self._hosted: dict[Key, Hosted] = {}
+        self._building: dict[Key, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._compute = ComputeThread(self._report_failure)
+
+    async def serve(self) -> None:
+        self._compute.start()
+        figures = await asyncio.wrap_future(self._compute.call(lambda: measure(self._start.device)))
+        await self._say(
+            Ready(
+                device=figures.device, name=figures.name, flops_per_s=figures.flops_per_s,
+                memory_bytes_per_s=figures.memory_bytes_per_s, memory_bytes=self._limit.cap_bytes,
+                base_bytes=self._limit.base_bytes,
+            )
+        )  # fmt: skip
+        beats = asyncio.create_task(self._beat())
+        try:
+            while (message := await self._stream.receive(timeout_s=FOREVER_S)) is not None:
+                await self._on_message(message)
+        finally:
+            beats.cancel()
+
+    async def _on_message(self, message: ToExecutor) -> None:
+        match message:
+            case HostStage():
+                await self._drop((message.spec.run, message.assignment.stage))
+                key = (message.spec.run, message.assignment.stage)
+                self._building[key] = self._spawn(self._host(message))
+            case Connect():
+                if (links := self._links(message.run, message.stage)) is not None:
+                    links.update(message.endpoints, message.plan)
+            case Mark():
+                self._mark(message)
+            case Trim():
+                if (links := self._links(message.run, message.stage)) is not None:
+                    links.trim(message.tick)
+            case Drop():
+                await self._drop((message.run, message.stage))
+            case Lease():
+                for (run, _), hosted in self._hosted.items():
+                    if run == message.run and hosted.links is not None:
+                        hosted.links.release() if message.held else hosted.links.hold()
+            case Upload():
+                self._limiter.set(message.bytes_per_s)
+            case Start():
+                log.warning("started twice: ignored")
+
+    # --- a stage comes
+
+    async def _host(self, message: HostStage) -> None:
+        a, key = message.assignment, (message.spec.run, message.assignment.stage)
+        try:
+            hosted, accepted = await self._make(message)
+        except RefusedError as error:
+            answer = Refused(
+                code=error.code, reason=str(error), stage=a.stage, needed=error.needed, cap=error.cap, run=a.run
+            )
+            await self._say(answer)
+            return
+        finally:
+            if self._building.get(key) is asyncio.current_task():
+                del self._building[key]
+        self._hosted[key] = hosted
+        await asyncio.wrap_future(self._compute.call(lambda: self._compute.add(hosted)))
+        await self._say(accepted)
+
+    async def _make(self, message: HostStage) -> tuple[Hosted, Accepted]:
+        a, run = message.assignment, message.spec.run
+        try:
+            path = await fetch_blob(
+                self._transport, self._store, run, message.state, max_bytes=self._limit.cap_bytes,
+                settings=self._settings,
+            )  # fmt: skip
+        except BlobError as error:
+            raise RefusedError("state", f"stage {a.stage}: {error}") from error
+        job = self._compute.call(lambda: build(message, path, self._limit, self._start.threads))
+        built = await asyncio.wrap_future(job)
+        hosted = Hosted((run, a.stage), built.stage, message.numerics.threads)
+        me = Endpoint(
+            stage=a.stage, peer=self._transport.peer_id, endpoint=secrets.token_hex(16), incarnation=a.incarnation
+        )
+        hosted.links = Links(
+            self._transport, me, run, a.epoch, bound=built.stage.bound, start_tick=message.first_tick,
+            settings=self._settings, limiter=self._limiter, notify=self._compute.wake,
+            on_event=lambda event: self._on_event(hosted, event),
+        )  # fmt: skip
+        await hosted.links.__aenter__()
+        accepted = Accepted(
+            run=run, stage=a.stage, incarnation=a.incarnation, endpoint=me.endpoint, memory_bytes=built.memory_bytes,
+            trial_forward_s=built.times.forward_s, trial_backward_s=built.times.backward_s,
+        )  # fmt: skip
+        return hosted, accepted
+
+    # --- and goes
+
+    async def _drop(self, key: Key) -> None:
+        if (building := self._building.pop(key, None)) is not None:
+            building.cancel()
+            await asyncio.wait({building})
+        if (hosted := self._hosted.pop(key, None)) is not None:
+            await asyncio.wrap_future(self._compute.call(lambda: self._compute.remove(hosted)))
+            if hosted.links is not None:
+                await hosted.links.__aexit__(None, None, None)
+
+    def _report_failure(self, hosted: Hosted, error: Exception) -> None:
+        """Called on the compute thread."""
+        self._loop.call_soon_threadsafe(self._failed, hosted, error)
+
+    def _failed(self, hosted: Hosted, error: Exception) -> None:
+        """A stage that the compute thread has taken out."""
+        if is_out_of_memory(error):
+            code, reason = "memory", f"stage {hosted.key[1]} ran out of memory, cap {gib(self._limit.cap_bytes)}"
+        elif isinstance(error, FrameError):
+            code, reason = "frame", str(error)
+        elif isinstance(error, FusionError):
+            code, reason = "died", str(error)
+        else:
+            log.error("stage %d of run %s failed", hosted.key[1], hosted.key[0], exc_info=error)
+            code, reason = "died", f"{type(error).__name__}: {error}"
+        self._fault(hosted, code, reason)
+        if self._hosted.get(hosted.key) is hosted:
+            self._spawn(self._drop(hosted.key))
+
+    def _on_event(self, hosted: Hosted, event: LinkEvent) -> None:
+        if event.code in ("broken", "back"):
+            log.info("stage %d and %d: %s %s", hosted.key[1], event.stage, event.code, event.reason)
+            return
+        code = {"lost": "peer-lost", "frame": "peer-frame"}.get(event.code, event.code)
+        self._fault(hosted, code, f"stage {event.stage}: {event.reason}", event.peer)
+
+    def _fault(self, hosted: Hosted, code: str, reason: str, peer: str = "") -> None:
+        run, stage = hosted.key
+        incarnation = hosted.links.me.incarnation if hosted.links is not None else 0
+        fault = StageFault(run=run, stage=stage, incarnation=incarnation, code=code, reason=reason[:500], peer=peer)
+        self._spawn(self._say(fault))
+
+    # --- snapshots
+
+    def _mark(self, mark: Mark) -> None:
+        hosted = self._hosted.get((mark.run, mark.stage))
+        if hosted is None:
+            return
+
+        def deliver(snapshot: Snapshot | Exception) -> None:
+            self._loop.call_soon_threadsafe(lambda: self._spawn(self._store_snapshot(hosted, mark, snapshot)))
+
+        self._compute.call(lambda: hosted.marks.__setitem__(mark.tick, deliver))
+
+    async def _store_snapshot(self, hosted: Hosted, mark: Mark, snapshot: Snapshot | Exception) -> None:
+        if isinstance(snapshot, Exception):
+            return self._fault(hosted, "mark", str(snapshot))
+        blob, size = await asyncio.to_thread(lambda: self._store.put(to_bytes(snapshot)))
+        ref = BlobRef(blob, size, (self._transport.peer_id,))
+        incarnation = hosted.links.me.incarnation if hosted.links is not None else 0
+        await self._say(Snapshotted(run=mark.run, stage=mark.stage, incarnation=incarnation, tick=mark.tick, state=ref))
+
+    # --- the daemon
+
+    async def _beat(self) -> None:
+        while True:
+            await self._say(Beat(resident_bytes=self._limit.held(), stages=tuple(self._hosted)))
+            for hosted in list(self._hosted.values()):
+                if hosted.links is not None:
+                    await self._say(self._status(hosted, hosted.links))
+            await asyncio.sleep(BEAT_S)
+
+    def _status(self, hosted: Hosted, links: Links) -> StageStatus:
+        waiting = hosted.waiting_for
+        waited_s = time.monotonic() - hosted.waiting_since if waiting else 0.0
+        for wait in links.waits():
+            if wait.waited_s > self._settings.dead_s and waiting:
+                waiting = f"{waiting}; {wait.phase} to stage {wait.stage}: {wait.reason}"
+        return StageStatus(
+            run=hosted.key[0], stage=hosted.key[1], incarnation=links.me.incarnation, tick=hosted.stage.tick,
+            waiting_for=waiting[:300], waited_s=waited_s, bytes_sent=links.bytes_sent(),
+            resident_bytes=self._limit.held() + links.held_bytes(),
+        )  # fmt: skip
+
+    async def _say(self, message: FromExecutor) -> None:
+        await self._stream.send(message, timeout_s=SEND_S)
+
+    def _links(self, run: str, stage: int) -> Links | None:
+        hosted = self._hosted.get((run, stage))
+        return None if hosted is None else hosted.links
+
+    def _spawn(self, work: object) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the executor failed", exc_info=error)
+
+
+def _prepare_torch(start: Start) -> None:
+    """Fixed for the process: what changes bits is not left to the environment (DESIGN section 7)."""
+    torch.set_num_threads(start.threads)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = False
+
+
+async def run(connection: socket.socket) -> None:
+    """Until the daemon closes its end."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    stream: MessageStream[ToExecutor] = MessageStream(reader, writer, _DECODER)
+    start = await stream.receive(timeout_s=60.0)
+    if not isinstance(start, Start):
+        raise SystemExit("the daemon did not say how to start")
+    _prepare_torch(start)
+    inner = await p2p.attach(start.control_address)
+    transport = SelfDial(inner, socket_path(start.control_address).parent)
+    try:
+        await Executor(
+            stream, start, transport, limit_memory(start.device, start.memory_bytes, start.vram_bytes)
+        ).serve()
+    except (ConnectionError, TimeoutError, DhtError) as error:
+        log.info("the daemon is gone: %s", error)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.setblocking(False)
+    uvloop.run(run(connection))
+    os._exit(0)  # the compute thread may be deep in torch: nothing it still does matters to anybody
+
+
+if __name__ == "__main__":
+    main()

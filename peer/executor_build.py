@@ -1,0 +1,108 @@
+"""From an offer to a stage that works: admission, split, the state's bytes, the trial step. Runs on the compute thread.
+
+What does not fit in memory is refused with figures; what is not admitted never runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+
+from fusion_p2p.errors import AdmissionError, InputError
+from fusion_p2p.ir import OpDag
+from fusion_p2p.snapshot import from_bytes
+from fusion_p2p.split import StageProgram, split
+from fusion_p2p.stage import Stage
+from fusion_p2p.trial import TrialTimes, trial
+from peer.errors import RefusedError
+from peer.executor_memory import MemoryLimit, asked_bytes, gib, is_out_of_memory
+from peer.executor_protocol import HostStage
+
+
+class Built(msgspec.Struct, frozen=True):
+    """`memory_bytes`: what the stage took at its peak, the trial step included."""
+
+    stage: Stage
+    memory_bytes: int
+    times: TrialTimes
+
+
+def build(host: HostStage, state_path: Path, limit: MemoryLimit, threads: int) -> Built:
+    """RefusedError (admission, policy, memory, state) if this executor cannot or will not host the stage."""
+    if host.numerics.threads > threads:
+        raise RefusedError(
+            "policy", f"the run computes with {host.numerics.threads} threads, the cap here is {threads}"
+        )
+    wanted = limit.device.partition(":")[0]
+    if host.numerics.device_class != wanted:
+        raise RefusedError("policy", f"the run computes on {host.numerics.device_class}, this device is {limit.device}")
+    before = limit.held()
+    limit.reset_peak()
+    try:
+        return _build(host, state_path, limit, before)
+    except (AdmissionError, InputError) as error:
+        raise RefusedError("admission", f"stage {host.assignment.stage} is refused: {error}") from error
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        needed = max(limit.peak(), limit.held()) + asked_bytes(error)
+        raise out_of_memory(host.assignment.stage, needed, limit.cap_bytes) from error
+    finally:
+        _release_memory()
+
+
+def _build(host: HostStage, state_path: Path, limit: MemoryLimit, before: int) -> Built:
+    stage = host.assignment.stage
+    dag = msgspec.json.decode(host.opdag, type=OpDag)
+    if dag.hash != host.assignment.opdag_hash:
+        raise RefusedError("admission", f"the OP-DAG has hash {dag.hash[:16]}, signed was {host.spec.opdag_hash[:16]}")
+    programs = split(dag, host.numerics.cuts)
+    if not 0 <= stage < len(programs):
+        raise RefusedError("admission", f"stage {stage} of {len(programs)}")
+    program = programs[stage]
+    needed = before + least_bytes(host)
+    if needed > limit.cap_bytes:
+        raise out_of_memory(stage, needed, limit.cap_bytes)
+    torch.set_num_threads(host.numerics.threads)
+    state = from_bytes(state_path.read_bytes())
+    times = TrialTimes(0.0, 0.0, 0.0)
+    if host.trial:
+        times = _trial(host, program, dag, state, limit)
+    made = Stage(
+        program, dag, host.numerics, host.spec.optimizer, host.spec.seed, state,
+        first_tick=host.first_tick, window=host.window, device=limit.device, clock=time.monotonic,
+    )  # fmt: skip
+    peak = max(limit.peak(), limit.held())
+    if peak > limit.cap_bytes:
+        raise out_of_memory(stage, peak, limit.cap_bytes)
+    return Built(made, max(0, peak - before), times)
+
+
+def _trial(
+    host: HostStage, program: StageProgram, dag: OpDag, state: dict[str, torch.Tensor], limit: MemoryLimit
+) -> TrialTimes:
+    times = trial(
+        program, dag, host.numerics, host.spec.optimizer, host.spec.seed, state,
+        window=host.window, device=limit.device, clock=time.monotonic,
+    )  # fmt: skip
+    _release_memory()
+    return times
+
+
+def least_bytes(host: HostStage) -> int:
+    """What no execution can do without: the state's bytes beside the tensors made of them."""
+    return 2 * host.state.size
+
+
+def out_of_memory(stage: int, needed: int, cap: int) -> RefusedError:
+    return RefusedError("memory", f"stage {stage} needs {gib(needed)}, cap {gib(cap)}", needed=needed, cap=cap)
+
+
+def _release_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,314 @@
+"""What a volunteer hosts and for whom: offers, stages, leases, snapshots. The daemon's core, on its loop, no torch.
+
+Executors are reached through `ExecutorProcess`, trainers through `Session`; this knows which stage belongs to whom.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from peer.blobs import BlobStore
+from peer.errors import ExecutorDied, RefusedError
+from peer.executor_process import Death, ExecutorProcess
+from peer.executor_protocol import FromExecutor, HostStage, Lease
+from peer.policy import Fences, Leases, Policy, check_offer, check_run
+from peer.protocol import (
+    Accepted,
+    Assignment,
+    Connect,
+    Drop,
+    Mark,
+    Refused,
+    RunSpec,
+    SessionCert,
+    Snapshotted,
+    StageFault,
+    StageOffer,
+    StageStatus,
+    Trim,
+)
+from peer.signing import check_assignment
+
+log = logging.getLogger("peer.daemon")
+
+OPDAGS_KEPT = 16
+Key = tuple[str, int]
+
+
+class Session(Protocol):
+    """A trainer's open control stream, after its hello."""
+
+    spec: RunSpec
+    cert: SessionCert
+
+    def post(self, message: msgspec.Struct) -> None:
+        """Queue a message to the trainer."""
+        ...
+
+    def end(self, code: str, reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class HostedStage:
+    """One stage that an executor holds, or that is on offer to it (`accepted` False)."""
+
+    spec: RunSpec
+    assignment: Assignment
+    state_hash: str
+    accepted: bool = False
+    peers: frozenset[str] = frozenset()  # whom the plan names: they may fetch its snapshots
+    snapshots: dict[int, str] = field(default_factory=dict)
+    status: StageStatus | None = None
+
+
+class Volunteer:
+    """`executors` by published device name; `changed` is called when the board's record should be made again."""
+
+    def __init__(
+        self,
+        peer_id: str,
+        home: Path,
+        policy: Policy,
+        store: BlobStore,
+        executors: Mapping[str, ExecutorProcess],
+        changed: Callable[[], None],
+    ) -> None:
+        self.peer_id, self.policy, self.store, self.executors = peer_id, policy, store, executors
+        self.leases = Leases()
+        self.stages: dict[Key, HostedStage] = {}
+        self.sessions: dict[str, Session] = {}
+        self._home, self._changed = home, changed
+        self._held_back: set[str] = set()  # runs whose stages send nothing: their trainer is silent
+        self._opdags = home / "opdags"
+        self._opdags.mkdir(exist_ok=True, mode=0o700)
+        self._fences = _load_fences(home / "fences.json")
+
+    # --- what a trainer asks
+
+    def admit(self, session: Session) -> None:
+        """A trainer that has shown who it is. RefusedError (policy, lease) if it may not lead its run here."""
+        check_run(self.policy, session.spec, minute_of_day())
+        run = session.spec.run
+        if self.leases.take(session.cert, time.monotonic()) and run in self.sessions:
+            self.sessions[run].end("lease", f"run {run} is led by trainer {session.cert.trainer_peer} now")
+        self.sessions[run] = session
+
+    def part(self, session: Session) -> None:
+        """The stream ended; the stages stay for the lease, and send nothing until a trainer is back."""
+        if self.sessions.get(session.spec.run) is session:
+            del self.sessions[session.spec.run]
+
+    def have_opdags(self) -> tuple[str, ...]:
+        return tuple(sorted(p.name for p in self._opdags.iterdir() if len(p.name) == 64))
+
+    async def offer(self, session: Session, offer: StageOffer) -> None:
+        """Check, then hand to the device's executor, which answers later. RefusedError otherwise."""
+        a = check_assignment(offer.assignment, session.spec, session.cert, target_peer=self.peer_id, now=time.time())
+        others = sum(1 for key in self.stages if key != (a.run, a.stage))
+        check_run(self.policy, session.spec, minute_of_day())
+        check_offer(self.policy, a, devices=tuple(self.executors), stages=others, state_bytes=offer.state.size)
+        opdag = self._opdag(a.opdag_hash, offer.opdag)
+        self._fences.check(a)
+        _save_fences(self._home / "fences.json", self._fences)
+        message = HostStage(
+            spec=session.spec, assignment=a, numerics=offer.numerics, window=offer.window, opdag=opdag,
+            state=offer.state, first_tick=offer.first_tick, trial=offer.trial,
+        )  # fmt: skip
+        self.stages[a.run, a.stage] = HostedStage(
+            session.spec, a, offer.state.hash, peers=frozenset({session.cert.trainer_peer})
+        )
+        try:
+            await self.executors[a.device].send(message)
+        except ExecutorDied as error:
+            del self.stages[a.run, a.stage]
+            raise RefusedError("busy", str(error)) from error
+
+    async def command(self, session: Session, message: Connect | Mark | Trim | Drop) -> None:
+        """Pass on what concerns a stage of this session's run; anything else is not its business."""
+        key = (message.run, message.stage)
+        stage = self.stages.get(key)
+        if message.run != session.spec.run or stage is None:
+            log.warning("trainer of run %s speaks of stage %d, which is not here", session.spec.run, message.stage)
+            return
+        if isinstance(message, Connect):
+            named = {e.peer for e in message.endpoints}
+            stage.peers = frozenset(named | {session.cert.trainer_peer})
+        if isinstance(message, Trim):
+            for tick in [t for t in stage.snapshots if t < message.tick]:
+                self.store.delete(stage.snapshots.pop(tick))
+        if isinstance(message, Drop):
+            log.info("stage %d of run %s dropped: %s", message.stage, message.run, message.reason[:200])
+            self._forget(key)
+        await self._tell(stage.assignment.device, message)
+
+    def heard(self, session: Session) -> None:
+        self.leases.renew(session.cert, time.monotonic())
+
+    # --- what an executor says
+
+    def on_message(self, message: FromExecutor) -> None:
+        match message:
+            case Accepted():
+                stage = self.stages.get((message.run, message.stage))
+                if stage is None:
+                    return
+                stage.accepted = True
+                if stage.state_hash not in stage.snapshots.values():
+                    self.store.delete(stage.state_hash)
+                self._post(message.run, message)
+                self._changed()
+            case Refused():
+                stage = self.stages.get((message.run, message.stage))
+                if stage is not None and not stage.accepted:
+                    self.store.delete(stage.state_hash)
+                    self._forget((message.run, message.stage))
+                    self._post(message.run, message)
+            case Snapshotted():
+                stage = self.stages.get((message.run, message.stage))
+                if stage is not None:
+                    stage.snapshots[message.tick] = message.state.hash
+                self._post(message.run, message)
+            case StageStatus():
+                stage = self.stages.get((message.run, message.stage))
+                if stage is not None:
+                    stage.status = message
+                self._post(message.run, message)
+            case StageFault():
+                if message.code in ("died", "frame", "memory"):
+                    self._forget((message.run, message.stage))
+                self._post(message.run, message)
+            case _:
+                self._changed()
+
+    def on_death(self, device: str, death: Death) -> None:
+        """Every stage of a dead executor is reported; one that was only on offer counts as refused."""
+        cap = self.executors[device].start.memory_bytes
+        for key, stage in [(k, s) for k, s in self.stages.items() if s.assignment.device == device]:
+            run, number = key
+            if stage.accepted:
+                self._post(
+                    run,
+                    StageFault(
+                        run=run, stage=number, incarnation=stage.assignment.incarnation, code=death.code,
+                        reason=f"stage {number}: {death.reason}",
+                    ),
+                )  # fmt: skip
+            else:
+                code = "memory" if death.code == "memory" else "busy"
+                self._post(
+                    run,
+                    Refused(
+                        code=code, reason=f"stage {number}: {death.reason}", stage=number, run=run,
+                        needed=death.resident_bytes, cap=cap if death.code == "memory" else 0,
+                    ),
+                )  # fmt: skip
+            self._forget(key)
+        self._changed()
+
+    # --- the daemon's rounds
+
+    async def check_leases(self, dead_s: float, lease_s: float) -> None:
+        """A run whose trainer is silent for `dead_s` sends nothing until it is back; after `lease_s` it is dropped."""
+        now = time.monotonic()
+        for run in {run for run, _ in self.stages} | set(self.leases.runs()):
+            silent = self.leases.silent_s(run, now)
+            held = silent <= dead_s
+            if held == (run in self._held_back):
+                self._held_back.symmetric_difference_update({run})
+                for device in {s.assignment.device for (r, _), s in self.stages.items() if r == run}:
+                    await self._tell(device, Lease(run=run, held=held))
+            if silent > lease_s:
+                log.info("run %s: nothing heard of its trainer for %.0f s; its stages are dropped", run, silent)
+                await self.drop_run(run, "the lease ran out")
+                self.leases.end(run)
+                self._held_back.discard(run)
+
+    async def evict(self, reason: str) -> None:
+        """Give up every stage, telling the trainers: this volunteer pauses or leaves."""
+        for (run, number), stage in list(self.stages.items()):
+            fault = StageFault(
+                run=run, stage=number, incarnation=stage.assignment.incarnation, code="leaving", reason=reason
+            )
+            self._post(run, fault)
+        for run in {run for run, _ in self.stages}:
+            await self.drop_run(run, reason)
+
+    async def drop_run(self, run: str, reason: str) -> None:
+        for (r, number), stage in list(self.stages.items()):
+            if r == run:
+                for blob in stage.snapshots.values():
+                    self.store.delete(blob)
+                self._forget((r, number))
+                await self._tell(stage.assignment.device, Drop(run=run, stage=number, reason=reason))
+
+    def may_fetch(self, peer: str, run: str, blob: str) -> bool:
+        """Only peers that the run's plan names are served its snapshots."""
+        return any(
+            r == run and peer in stage.peers and blob in stage.snapshots.values()
+            for (r, _), stage in self.stages.items()
+        )
+
+    # ---
+
+    def _forget(self, key: Key) -> None:
+        if self.stages.pop(key, None) is not None:
+            self._changed()
+
+    def _post(self, run: str, message: msgspec.Struct) -> None:
+        session = self.sessions.get(run)
+        if session is not None:
+            session.post(message)
+
+    async def _tell(self, device: str, message: Connect | Mark | Trim | Drop | Lease) -> None:
+        try:
+            await self.executors[device].send(message)
+        except ExecutorDied as error:
+            log.info("%s", error)  # its stages are reported by `on_death`
+
+    def _opdag(self, opdag_hash: str, sent: bytes) -> bytes:
+        """The OP-DAG's bytes, checked against the signed hash; kept for the next offer."""
+        path = self._opdags / opdag_hash
+        if len(opdag_hash) != 64 or not set(opdag_hash) <= set("0123456789abcdef"):
+            raise RefusedError("admission", f"{opdag_hash[:80]!r} is no OP-DAG's hash")
+        raw = sent
+        if not raw:
+            if not path.is_file():
+                raise RefusedError("admission", f"OP-DAG {opdag_hash[:16]} is not here; send it with the offer")
+            raw = path.read_bytes()
+        if hashlib.blake2b(raw, digest_size=32).hexdigest() != opdag_hash:
+            raise RefusedError("admission", f"the OP-DAG's bytes do not have the signed hash {opdag_hash[:16]}")
+        if sent:
+            path.write_bytes(sent)
+            kept = sorted(self._opdags.iterdir(), key=lambda p: p.stat().st_mtime)
+            for old in kept[:-OPDAGS_KEPT]:
+                old.unlink()
+        return raw
+
+
+def minute_of_day() -> int:
+    now = time.localtime()
+    return now.tm_hour * 60 + now.tm_min
+
+
+def _load_fences(path: Path) -> Fences:
+    try:
+        return Fences(msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[int, int]]))
+    except FileNotFoundError:
+        return Fences()
+    except msgspec.MsgspecError as error:
+        log.warning("%s is damaged (%s): begun anew", path, error)
+        return Fences()
+
+
+def _save_fences(path: Path, fences: Fences) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(msgspec.json.encode(fences.to_dict()))
+    draft.replace(path)

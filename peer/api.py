@@ -206,6 +206,8 @@ class Run:
         root.mkdir(parents=True, exist_ok=True)
         folder, source = RunFolder(root), as_source(self._data, root / "spool")
         owner = load_or_create_key(home() / "owner.key")
+        if isinstance(self._swarm, LocalSwarm) and not self._swarm.volunteers:  # else it is the caller's to end
+            self._closing.enter_context(self._swarm)  # volunteers measure themselves while we capture
         constants: Mapping[str, Any] = {}
         initial: Initial = _no_initial
         if self._resuming:
@@ -215,8 +217,6 @@ class Run:
             source.load_state_dict(msgspec.json.decode(manifest.data_state))
         else:
             dag, constants, initial = self._create(folder, source, owner)
-        if isinstance(self._swarm, LocalSwarm) and not self._swarm.volunteers:  # else it is the caller's to end
-            self._closing.enter_context(self._swarm)
         loop = LoopThread(f"run {self._name}")
         self._closing.callback(loop.stop)
         loop.start()

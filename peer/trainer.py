@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -261,7 +262,7 @@ class Trainer:
         await self._slots.acquire()
         async with self._turn:
             header = StepHeader(training, self.step, sizes)
-            tick = self._book.release(header, _tokens(feed), asyncio.get_running_loop().time())
+            tick = self._book.release(header, _tokens(feed), time.perf_counter())
             future: asyncio.Future[TickResult] = asyncio.get_running_loop().create_future()
             self._results[tick] = future
             self.step += training
@@ -277,7 +278,7 @@ class Trainer:
     async def _collect(self, links: Links, book: TickBook) -> None:
         async for frame in links.frames():
             try:
-                result = book.take(frame, asyncio.get_running_loop().time())
+                result = book.take(frame, time.perf_counter())
             except FrameError as error:
                 self._exclude(frame.src, str(error))
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 
 from dht import records
@@ -14,6 +15,7 @@ from fusion_p2p.plan import Plan
 from peer.placement import DeviceOffer
 
 _LOOK_S = 0.5  # between looks at the board while volunteers are awaited
+_LINK = re.compile(r"(-?\d+)-(-?\d+)")
 _LINKS_PER_PART, _STAGES_PER_PART, _PARTS = 40, 24, 64
 
 
@@ -74,7 +76,7 @@ class Swarm:
                 signer,
             )
         codecs = {(c.src, c.dst): c.codec for c in plan.numerics.codecs}
-        links = [_link(key, count, codecs) for key, count in sorted(sent.items())]
+        links = [_link(m, count, codecs) for key, count in sorted(sent.items()) if (m := _LINK.fullmatch(key))]
         for part, start in enumerate(range(0, min(len(links), _PARTS * _LINKS_PER_PART), _LINKS_PER_PART)):
             some = tuple(links[start : start + _LINKS_PER_PART])
             sent_part = records.RunLinks(run=record.run, owner=record.owner, part=part, plan=plan.number, links=some)
@@ -109,7 +111,6 @@ def _offers_of(record: PeerRecord) -> list[DeviceOffer]:
     return offers
 
 
-def _link(key: str, count: int, codecs: dict[tuple[int, int], str]) -> records.LinkBytes:
-    src, _, dst = key.rpartition("-")
-    a, b = int(src), int(dst)
+def _link(key: re.Match[str], count: int, codecs: dict[tuple[int, int], str]) -> records.LinkBytes:
+    a, b = int(key[1]), int(key[2])
     return records.LinkBytes(a, b, count, codecs.get((min(a, b), max(a, b)), "dense"))

@@ -28,6 +28,12 @@ from peer.errors import PeerError
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 8.0
 MAX_READY_BYTES = 4096
+# Started so, the volunteer gets SIGTERM when this process dies; prctl's option 1 is PR_SET_PDEATHSIG.
+_BOUND = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1); "
+    "os.execv(sys.executable, [sys.executable, '-m', 'peer.cli_peer', *sys.argv[2:]])"
+)
 
 
 class VolunteerFailed(PeerError):
@@ -58,7 +64,7 @@ class Volunteer:
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         log = home / "log.txt"
         read_end, write_end = os.pipe()
-        command = [sys.executable, "-m", "peer.cli_peer", "join", *arguments, "--ready-fd", str(write_end)]
+        command = [sys.executable, "-c", _BOUND, str(os.getpid()), "join", *arguments, "--ready-fd", str(write_end)]
         try:
             with log.open("ab") as output:
                 process = subprocess.Popen(
@@ -206,7 +212,7 @@ class LocalSwarm:
         root = self._root
         if root is None:
             raise InputError("the local swarm is not running; use it inside: with LocalSwarm(...) as swarm")
-        arguments = [*addresses, "--threads", str(self._threads), "--listen", "/ip4/127.0.0.1/tcp/0"]
+        arguments = [*addresses, "--threads", str(self._threads), "--loopback"]
         if self._memory:
             arguments += ["--memory", self._memory]
         launched = Volunteer.launch(root / f"peer-{len(self.volunteers)}", arguments)

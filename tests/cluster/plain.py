@@ -86,7 +86,7 @@ def train(
             share = len(next(iter(part.values()))) / total
             loss: torch.Tensor = model(**part).loss
             (loss * share).backward()
-            loss_sum += float(loss) * share
+            loss_sum += float(loss.detach()) * share
         if clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()

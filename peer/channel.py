@@ -39,10 +39,12 @@ class _Kept(NamedTuple):
 
 
 class Outbox:
-    """The sender's half. Frames are kept until acknowledged and, when `logged`, until `trim`."""
+    """The sender's half. Frames are kept until acknowledged and then until `trim`, as long as all that is kept does not
+    pass `log_bytes` (0: an edge that is not logged). What was dropped for want of room can no longer be asked for."""
 
-    def __init__(self, run: bytes, src: int, dst: int, incarnation: int, *, logged: bool, start: Cursor) -> None:
-        self._run, self.src, self.dst, self.incarnation, self._logged = run, src, dst, incarnation, logged
+    def __init__(self, run: bytes, src: int, dst: int, incarnation: int, *, log_bytes: int, start: Cursor) -> None:
+        self._run, self.src, self.dst, self.incarnation, self._log_bytes = run, src, dst, incarnation, log_bytes
+        self._trimmed = start
         self._kept: deque[_Kept] = deque()
         self._next = start  # number of the next frame pushed
         self._base = start  # frames below are gone
@@ -120,19 +122,18 @@ class Outbox:
 
     def trim(self, tick: int) -> None:
         """A complete set at `tick` exists: frames of earlier ticks are not asked for again."""
-        if self._logged:
-            self._drop(Cursor(tick, 0))
+        self._trimmed = max(self._trimmed, Cursor(tick, 0))
+        self._drop()
 
     def _set_acked(self, cursor: Cursor) -> None:
         self._acked = cursor
         self.unacked_bytes = sum(len(k.frame.payload) for k in self._kept if k.cursor >= cursor)
 
-    def _drop(self, below: Cursor | None = None) -> None:
-        """Forget what is acknowledged and on no log; never what has still to go out or be compared."""
-        limit = below if self._logged else self._acked
-        if limit is None:
-            return
-        while self._position > 0 and self._kept[0].cursor < min(limit, self._acked):
+    def _drop(self) -> None:
+        """Forget what is acknowledged and need not be kept; never what has still to go out or be compared."""
+        while self._position > 0 and self._kept[0].cursor < self._acked:
+            if self._kept[0].cursor >= self._trimmed and self.held_bytes <= self._log_bytes:
+                return
             gone = self._kept.popleft()
             self._position -= 1
             self._base = gone.cursor.after()

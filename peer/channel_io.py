@@ -29,7 +29,8 @@ class ChannelSettings:
     """`beat_s`: a heartbeat when nothing else was sent; `dead_s`: silence after which the other end is lost.
 
     `unacked_bytes`: a sender waits beyond this much sent but unacknowledged; `queue_bytes`: a receiver reads no
-    further beyond this much received but not taken; both per channel. `log_bytes`: most that a logged outbox holds.
+    further beyond this much received but not taken; `log_bytes`: a logged outbox keeps this much for a
+    replay. All three per channel.
     """
 
     beat_s: float = 2.0
@@ -39,7 +40,7 @@ class ChannelSettings:
     ack_every_s: float = 0.02
     unacked_bytes: int = 256 << 20
     queue_bytes: int = 256 << 20
-    log_bytes: int = 4 << 30
+    log_bytes: int = 1 << 30
 
 
 class Silence(TransportError):

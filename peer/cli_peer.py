@@ -241,6 +241,8 @@ def _tell_parent(fd: int | None, ready: Ready) -> None:
         return
     try:
         os.write(fd, msgspec.json.encode(ready) + b"\n")
+    except BrokenPipeError:
+        return  # the parent has read all that it wanted
     except OSError as error:
         print(f"fusion-peer: cannot write to --ready-fd {fd}: {error.strerror}", file=sys.stderr)
 

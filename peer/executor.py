@@ -66,7 +66,8 @@ class Executor:
         self, stream: MessageStream[ToExecutor], start: Start, transport: SelfDial, limit: MemoryLimit
     ) -> None:
         self._stream, self._start, self._transport, self._limit = stream, start, transport, limit
-        self._settings = ChannelSettings(beat_s=start.beat_s, dead_s=start.dead_s)
+        log_bytes = max(64 << 20, start.memory_bytes // 16)
+        self._settings = ChannelSettings(beat_s=start.beat_s, dead_s=start.dead_s, log_bytes=log_bytes)
         self._limiter = Limiter(start.upload_bytes_per_s)
         self._store = BlobStore(Path(start.blobs))
         self._hosted: dict[Key, Hosted] = {}
@@ -152,8 +153,8 @@ class Executor:
             stage=a.stage, peer=self._transport.peer_id, endpoint=secrets.token_hex(16), incarnation=a.incarnation
         )
         hosted.links = Links(
-            self._transport, me, run, a.epoch, bound=built.stage.bound, start_tick=message.first_tick,
-            settings=self._settings, limiter=self._limiter, notify=self._compute.wake,
+            self._transport, me, run, a.epoch, bound=built.stage.bound, logged=lambda dst: True,
+            start_tick=message.first_tick, settings=self._settings, limiter=self._limiter, notify=self._compute.wake,
             on_event=lambda event: self._on_event(hosted, event),
         )  # fmt: skip
         await hosted.links.__aenter__()

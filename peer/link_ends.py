@@ -36,7 +36,7 @@ class LinkEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """What the channel to `stage` waits for (connect, acknowledgement, complete set), and the bytes it holds."""
+    """What the channel to `stage` waits for (connect, acknowledgement), and the bytes it holds."""
 
     phase: str
     stage: int
@@ -58,12 +58,19 @@ class Sender:
         self._down_since: float | None = _now()
         self._lost = False
         self._reason = "the plan names no host yet"
+        self._full_since = 0.0
         self.bytes_sent = 0
+
+    def push(self, frame: Frame) -> None:
+        was_full = self.full
+        self.outbox.push(frame)
+        self.wake.set()
+        if self.full and not was_full:
+            self._full_since = _now()
 
     @property
     def full(self) -> bool:
-        limits = self._links.settings
-        return self.outbox.unacked_bytes > limits.unacked_bytes or self.outbox.held_bytes > limits.log_bytes
+        return self.outbox.unacked_bytes > self._links.settings.unacked_bytes
 
     def move(self, endpoint: Endpoint | None, epoch: int) -> None:
         """Go on sending to `endpoint` (None: nowhere), under the trainer's `epoch`."""
@@ -141,8 +148,8 @@ class Sender:
         if self._down_since is not None:
             phase, waited_s, reason = "connect", _now() - self._down_since, self._reason
         elif self.full:
-            phase = "complete set" if self.outbox.unacked_bytes < self.outbox.held_bytes // 2 else "acknowledgement"
-            waited_s, reason = 0.0, f"{self.outbox.held_bytes} bytes held for stage {self.outbox.dst}"
+            phase, waited_s = "acknowledgement", _now() - self._full_since
+            reason = f"{self.outbox.unacked_bytes} bytes not acknowledged by stage {self.outbox.dst}"
         else:
             return None
         return Wait(

@@ -34,7 +34,7 @@ MAX_INCOMING = 64  # streams that have not yet said who they are
 class Links:
     """`run` is the run id (hex). `bound` says how large a frame that comes in may be, `logged` whether the edge to a
     stage is logged; `start_tick` is the first tick that this stage handles here. `on_event` is called on the loop,
-    and so is `notify`, whenever a frame has come.
+    and so is `notify`, whenever a frame has come or a full channel has room again.
     """
 
     def __init__(
@@ -139,12 +139,11 @@ class Links:
             raise ChannelClosed(f"stage {self.me.stage} is closed on this host")
         sender = self._senders.get(frame.dst)
         if sender is None:
-            me, logged = self.me, self._logged(frame.dst)
-            outbox = Outbox(self.run, me.stage, frame.dst, me.incarnation, logged=logged, start=self._start)
+            me, log_bytes = self.me, self.settings.log_bytes if self._logged(frame.dst) else 0
+            outbox = Outbox(self.run, me.stage, frame.dst, me.incarnation, log_bytes=log_bytes, start=self._start)
             sender = self._senders[frame.dst] = Sender(self, outbox)
             sender.move(self._endpoints.get(frame.dst), self.epoch)
-        sender.outbox.push(frame)
-        sender.wake.set()
+        sender.push(frame)
         self.check_room()
         if frame.kind is Kind.DONE:  # the stage has taken everything of the tick
             for receiver in self._receivers.values():
@@ -152,11 +151,11 @@ class Links:
         return sender
 
     def check_room(self) -> None:
-        full = [s for s in self._senders.values() if s.full]
-        if full:
+        if any(s.full for s in self._senders.values()):
             self._room.clear()
-        else:
+        elif not self._room.is_set():
             self._room.set()
+            self._notify()
 
     def trim(self, tick: int) -> None:
         """A complete set at `tick` exists: no frame of an earlier tick is asked for again."""

@@ -174,6 +174,7 @@ class Config(Section, frozen=True):
         """The hyperparameters as volunteers get them."""
         o = self.optimizer
         decays = o.weight_decay > 0
+        end = o.decay_steps or self.run.steps
         return OptimizerSpec(
             kind=o.kind,
             lr=o.lr,
@@ -183,7 +184,12 @@ class Config(Section, frozen=True):
             momentum=o.momentum,
             dampening=o.dampening,
             nesterov=o.nesterov,
-            schedule=Schedule(kind=o.schedule, warmup=o.warmup, total=o.decay_steps or self.run.steps, floor=o.floor),
+            schedule=Schedule(
+                kind=o.schedule,
+                warmup=o.warmup,
+                total=end if end > o.warmup else 0,  # a run that ends within its warm-up decays never
+                floor=o.floor,
+            ),
             groups=tuple(WeightDecayGroup(pattern, 0.0) for pattern in o.no_decay) if decays else (),
             clip_norm=o.clip_norm or None,
         )
@@ -290,5 +296,8 @@ def _check_together(config: Config, source: str) -> None:
     for key, name in (("model.function", m.function), ("data.path", config.data.path)):
         if name and (key == "model.function" or config.data.kind == "function") and ":" not in name:
             raise InputError(f"{source}: {key} = {name!r}: write it as module:function")
+    o = config.optimizer
+    if 0 < o.decay_steps <= o.warmup:
+        raise InputError(f"{source}: optimizer.decay_steps = {o.decay_steps} must be above warmup = {o.warmup}, or 0")
     if config.optimizer.nesterov and not (config.optimizer.momentum > 0 and config.optimizer.dampening == 0):
         raise InputError(f"{source}: optimizer.nesterov needs momentum > 0 and dampening = 0")

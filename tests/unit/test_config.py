@@ -49,6 +49,7 @@ def refusal(text: str) -> str:
             '[model]\nfunction = "thing"\n[data]\nkind = "mnist"',
             "model.function = 'thing': write it as module:function",
         ),
+        (MODEL + "[optimizer]\ndecay_steps = 5", "optimizer.decay_steps = 5 must be above warmup = 100, or 0"),
         (MODEL + "[optimizer]\nnesterov = true", "optimizer.nesterov needs momentum > 0"),
     ],
 )
@@ -116,4 +117,5 @@ def test_the_optimizer_as_volunteers_get_it() -> None:
     spec = settings.optimizer_spec()
     assert (spec.schedule.kind, spec.schedule.warmup, spec.schedule.total) == ("cosine", 5, 70)
     assert spec.clip_norm is None
+    assert config.replace(settings, "run", steps=5).optimizer_spec().schedule.total == 0
     assert [(g.pattern, g.weight_decay) for g in spec.groups] == [("*.bias", 0.0)]

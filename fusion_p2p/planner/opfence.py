@@ -59,7 +59,10 @@ class Search:
             if small is None or not small[1].fits:
                 raise InputError(self._shortage())
             return [Best(*small, small[0].hosts, small[1].bottleneck_s)]
-        found = self._screen(orders.candidate_orders(fences, self.trip, whole), at)
+        candidates = orders.candidate_orders(fences, self.trip, whole)
+        if not self.skip:  # both ends of the model lie on given devices: the direction matters
+            candidates = orders.distinct(o for c in candidates for o in (c, c[::-1]))
+        found = self._screen(candidates, at)
         if not found:
             raise InputError(self._shortage())
         found = [self._polish(b) for b in self._refine(found[: self.finalists], at)]
@@ -132,7 +135,7 @@ class Search:
     def _fine_positions(self) -> Ints:
         """Allowed positions but those with at least twice the bytes of a position at most 1/8 of the pace away."""
         allowed = self._allowed()
-        if self.costs.ladder.rungs[-1].encode_s_per_element == 0.0:
+        if self.costs.ladder.rungs[-1].encode_s_per_element == 0.0 or not self.skip:
             return allowed
         fastest = self.costs.work_s[:, allowed].min(axis=0)
         near = self.comps[0].bottleneck_s / 8

@@ -16,7 +16,7 @@ from fusion_p2p.planner.workload import Floats
 Order = tuple[int, ...]
 
 
-def candidate_orders(fences: Fences, hop_s: Floats, whole_s: Floats, limit: int = 24) -> list[Order]:
+def candidate_orders(fences: Fences, hop_s: Floats, whole_s: Floats, limit: int = 20) -> list[Order]:
     """At most `limit` distinct orders of all devices in `fences`.
 
     hop_s: (D, D) symmetric round-trip seconds of a typical hop; whole_s: seconds of the whole model per device.
@@ -30,7 +30,8 @@ def candidate_orders(fences: Fences, hop_s: Floats, whole_s: Floats, limit: int 
     sequences: list[list[int]] = [list(np.argsort(-power, kind="stable")), list(np.argsort(-single, kind="stable"))]
     starts = list(dict.fromkeys([*np.argsort(-power)[:4], *np.argsort(-single)[:2]]))
     sequences += [_two_opt(_greedy(int(s), between, power), between) for s in starts]
-    sequences += [_greedy(int(s), between, power) for s in starts]
+    greedy = [_greedy(int(s), between, power) for s in starts]
+    sequences += greedy + [_two_opt(g, between, first=1) for g in greedy]
     if len(fences) > 2:
         sequences.append(leaves(average_linkage(np.log(np.maximum(between, 1e-9))), between))
     out: list[Order] = []
@@ -111,15 +112,15 @@ def _greedy(start: int, hop_s: Floats, power: Floats) -> list[int]:
     return seq
 
 
-def _two_opt(seq: list[int], hop_s: Floats, rounds: int = 4) -> list[int]:
-    """Shorten an open path by reversing segments, best move per start, a few rounds."""
+def _two_opt(seq: list[int], hop_s: Floats, rounds: int = 4, first: int = 0) -> list[int]:
+    """Shorten an open path by reversing segments from place `first` on, best move per start, a few rounds."""
     s = np.array(seq)
     n = len(s)
     if n < 4:
         return seq
     for _ in range(rounds):
         better = False
-        for i in range(n - 2):
+        for i in range(first, n - 2):
             before = hop_s[s[i - 1], s[i]] if i else 0.0
             j = np.arange(i + 1, n)
             after = np.append(hop_s[s[j[:-1]], s[j[:-1] + 1]], 0.0)

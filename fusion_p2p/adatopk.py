@@ -1,0 +1,245 @@
+"""AdaTopK: which codec each link of a plan uses and why (FusionLLM section 5; DESIGN section 6), and the gate over it.
+
+Everything here only proposes: what holds is an entry of the numeric log, from a named step.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from fusion_p2p.codec import Codec, Direction, parse
+from fusion_p2p.errors import InputError
+from fusion_p2p.plan import LinkCodec, NumericLogEntry, Numerics
+from fusion_p2p.planner.ladder import DENSE, Ladder, Rung, default_ladder, top_k
+
+PAPER_FACTOR = 3.0  # an index and a value take three times the value: the published ratio makes up for it
+
+
+class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One pair of stages and what a micro-batch sends between them; rates are the lower of both ends' figures."""
+
+    src: int
+    dst: int
+    elements: int
+    dense_bytes: int
+    forward_bytes_per_s: float
+    backward_bytes_per_s: float
+
+    @property
+    def dense_s(self) -> float:
+        """Seconds of the slower direction, uncompressed."""
+        return self.dense_bytes / min(self.forward_bytes_per_s, self.backward_bytes_per_s)
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """The codec of a pair of stages; `transfer_s` of the slower direction, `codec_s` at both ends, per micro-batch."""
+
+    src: int
+    dst: int
+    rung: Rung
+    dense_s: float
+    transfer_s: float
+    codec_s: float
+    reason: str
+
+    @property
+    def link_codec(self) -> LinkCodec:
+        return LinkCodec(self.src, self.dst, self.rung.codec)
+
+
+def pareto(rungs: Sequence[Rung], tau: float = 0.25) -> Ladder:
+    """The rungs worth having, dense first: each costs more loss than the one before and sends fewer bytes."""
+    kept: list[Rung] = []
+    for rung in sorted((DENSE, *rungs), key=lambda r: (r.loss_cost, r.byte_share)):
+        if not kept or rung.byte_share < kept[-1].byte_share:
+            kept.append(rung)
+    if kept[0].codec != DENSE.codec:  # a codec that costs nothing comes after dense, which takes no time
+        kept.insert(0, DENSE)
+    return Ladder(tuple(kept), tau)
+
+
+def ladder_of(compression: str, measured: Ladder | None = None, tau: float = 0.25) -> Ladder:
+    """The ladder that plans under `compression` choose from: "adatopk", "none", "topk:RATIO" or a codec's name.
+
+    "adatopk-paper" plans with dense links; its ratios follow from the finished plan (`choose`).
+    """
+    if compression == "adatopk":
+        ladder = measured or default_ladder(tau)
+        return Ladder(ladder.rungs, tau)
+    if compression in ("none", "adatopk-paper"):
+        return Ladder((DENSE,), tau)
+    return Ladder((_uniform(compression),), tau)
+
+
+def _uniform(compression: str) -> Rung:
+    kind, _, arg = compression.partition(":")
+    try:
+        codec = parse(compression)
+        if kind == "topk":
+            return top_k(float(arg) if float(arg) > 1 else 1 / float(arg))
+    except InputError as error:
+        raise InputError(
+            f"compression {compression!r} is unknown ({error}); use adatopk, adatopk-paper, topk:RATIO, none or a codec"
+        ) from None
+    return Rung(codec.name, byte_share(codec, (1024, 1024)))
+
+
+def byte_share(codec: Codec, shape: tuple[int, ...]) -> float:
+    """Expected bytes over dense float32 bytes, of the larger direction: links are full duplex."""
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    return max(codec.bytes_estimate(shape, torch.float32, d) for d in directions) / (4 * math.prod(shape))
+
+
+def choose(
+    compression: str,
+    links: Sequence[LinkLoad],
+    stage_s: Sequence[float],
+    ladder: Ladder | None = None,
+    paper_ratio: float = 100.0,
+) -> tuple[Choice, ...]:
+    """A codec for every link of a plan whose stages take `stage_s` seconds a micro-batch (forward and backward).
+
+    adatopk: a link takes the rung of least loss whose transfer is at most `tau` of the bottleneck, else the most
+    compressing; codec time counts at both ends, and may itself become the bottleneck.
+    """
+    if compression == "adatopk-paper":
+        return _paper(links, paper_ratio)
+    ladder = ladder or ladder_of(compression)
+    bottleneck_s = max(stage_s, default=0.0)
+    while True:
+        choices = tuple(_pick(link, ladder, bottleneck_s) for link in links)
+        busy = list(stage_s)
+        for c in choices:
+            busy[c.src] += c.codec_s
+            busy[c.dst] += c.codec_s
+        slowest = max([*busy, *(c.transfer_s for c in choices)], default=0.0)
+        if slowest <= bottleneck_s * (1 + 1e-9) or len(ladder.rungs) == 1:
+            return choices
+        bottleneck_s = slowest
+
+
+def _pick(link: LinkLoad, ladder: Ladder, bottleneck_s: float) -> Choice:
+    limit_s = ladder.tau * bottleneck_s
+    fit = [r for r in ladder.rungs if r.byte_share * link.dense_s <= limit_s * (1 + 1e-12)]
+    rung = min(fit, key=lambda r: (r.loss_cost, -r.byte_share)) if fit else ladder.rungs[-1]
+    transfer_s = rung.byte_share * link.dense_s
+    if len(ladder.rungs) == 1:
+        why = "the same codec everywhere"
+    elif rung is ladder.rungs[0]:
+        why = f"dense fits {limit_s:.3g} s ({ladder.tau:g} of the bottleneck)"
+    elif fit:
+        why = f"dense would take {link.dense_s:.3g} s, {limit_s:.3g} s allowed ({ladder.tau:g} of the bottleneck)"
+    else:
+        why = f"no codec fits {limit_s:.3g} s ({ladder.tau:g} of the bottleneck); this is the smallest"
+    return _choice(link, rung, f"{transfer_s:.3g} s; {why}")
+
+
+def _paper(links: Sequence[LinkLoad], ratio: float) -> tuple[Choice, ...]:
+    """The published rule: plain Top-K, ratio 3 r x (link's time over the slowest link's), dense below ratio 1."""
+    slowest_s = max((link.dense_s for link in links), default=1.0)
+    out = []
+    for link in links:
+        r = PAPER_FACTOR * ratio * link.dense_s / slowest_s
+        rung = top_k(r) if r > PAPER_FACTOR else DENSE
+        out.append(_choice(link, rung, f"{link.dense_s / slowest_s:.3g} of the slowest link's time"))
+    return tuple(out)
+
+
+def _choice(link: LinkLoad, rung: Rung, why: str) -> Choice:
+    per_element_s = rung.encode_s_per_element + rung.decode_s_per_element
+    return Choice(
+        src=link.src,
+        dst=link.dst,
+        rung=rung,
+        dense_s=link.dense_s,
+        transfer_s=rung.byte_share * link.dense_s,
+        codec_s=per_element_s * link.elements,
+        reason=f"link {link.src}-{link.dst}: {rung.codec}, {why}",
+    )
+
+
+# --- the stability gate
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step: the loss, and per link, in the order of `Numerics.codecs`, the largest root mean square of
+    an activation and the gradient's bias `<g, decoded> / <g, g> - 1` (logged; it triggers nothing)."""
+
+    step: int
+    loss: float
+    norms: tuple[float, ...] = ()
+    biases: tuple[float, ...] = ()
+
+
+class GateRules(msgspec.Struct, frozen=True, kw_only=True):
+    """`window` steps must agree before the gate acts, so one odd batch does nothing."""
+
+    growth: float = 2.0  # of a norm over its dense reference
+    loss_jump: float = 1.2  # of the window's median loss over the median of the `memory` steps before it
+    window: int = 5
+    memory: int = 50
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """`link`: position in `Numerics.codecs`; None: the loss, so every compressed link."""
+
+    step: int
+    link: int | None
+    reason: str
+
+
+def gate(
+    observations: Sequence[Observation], since_step: int, dense_norms: Sequence[float], rules: GateRules | None = None
+) -> tuple[Finding, ...]:
+    """What is wrong at the last of `observations` (ascending steps); a pure function of step-numbered figures.
+
+    `since_step`: the first step of the log entry in force; steps before it do not count. `dense_norms`: each link's
+    norm without compression, as the probe or the last dense steps saw it (0: unknown).
+    """
+    rules = rules or GateRules()
+    seen = [o for o in observations if o.step >= since_step]
+    if len(seen) < rules.window:
+        return ()
+    recent, before = seen[-rules.window :], seen[: -rules.window][-rules.memory :]
+    last, found = recent[-1].step, []
+    for i, dense in enumerate(dense_norms):
+        least = min((o.norms[i] for o in recent if i < len(o.norms)), default=0.0)
+        if dense > 0 and least > rules.growth * dense:
+            found.append(Finding(last, i, f"activation norm {least:.3g} is {least / dense:.1f} times the dense one"))
+    if len(before) >= rules.window:
+        now, then = (statistics.median(o.loss for o in part) for part in (recent, before))
+        if not now <= then * rules.loss_jump:  # NaN counts as a jump
+            found.append(Finding(last, None, f"loss jumped from {then:.4g} to {now:.4g}"))
+    return tuple(found)
+
+
+def step_back(ladder: Ladder, codec: str) -> str:
+    """The rung before `codec` on the ladder; dense before the first and for a codec that is not on it."""
+    names = [r.codec for r in ladder.rungs]
+    return names[max(names.index(codec) - 1, 0)] if codec in names else DENSE.codec
+
+
+def respond(
+    numerics: Numerics, findings: Sequence[Finding], ladder: Ladder, first_step: int, pinned: bool
+) -> NumericLogEntry | None:
+    """The log entry that steps the named links back by one rung; None when pinned or when nothing is to be done."""
+    if pinned or not findings:
+        return None
+    everywhere = any(f.link is None for f in findings)
+    hit = {f.link for f in findings}
+    codecs = tuple(
+        msgspec.structs.replace(c, codec=step_back(ladder, c.codec)) if everywhere or i in hit else c
+        for i, c in enumerate(numerics.codecs)
+    )
+    if codecs == numerics.codecs:
+        return None
+    changed = ", ".join(
+        f"link {a.src}-{a.dst} {a.codec} to {b.codec}" for a, b in zip(numerics.codecs, codecs, strict=True) if a != b
+    )
+    why = "; ".join(f.reason for f in findings)
+    return NumericLogEntry(first_step, msgspec.structs.replace(numerics, codecs=codecs), f"{changed}: {why}")

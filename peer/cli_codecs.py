@@ -1,0 +1,66 @@
+"""`fusion-run codecs CONFIG`: the bytes/loss ladder of a user's model, measured here in a short probe."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from fusion_p2p.adatopk import pareto
+from fusion_p2p.capture import capture
+from fusion_p2p.probe import Measured, probe
+from peer.config import load
+from peer.data import slice_rows
+from peer.data_open import open_data
+from peer.models import build_model, context_of
+
+
+def measure(config_path: Path, steps: int = 8) -> tuple[Measured, ...]:
+    """Every codec of the default ladder on the model and data of a configuration, at two cuts, on one thread."""
+    config = load(config_path)
+    batch = config.batch
+    with tempfile.TemporaryDirectory() as folder:
+        data = open_data(config, Path(folder), context_of(config))
+        model = build_model(config, data)
+        samples = batch.micro_batches * batch.micro_batch_size
+        batches = [data.train.next_batch(samples) for _ in range(steps)]
+        first = slice_rows(batches[0], 0, batch.micro_batch_size)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return probe(
+                capture(model, first, seed=config.run.seed),
+                batches,
+                optimizer=config.optimizer_spec(),
+                micro_batches=batch.micro_batches,
+                micro_batch_size=batch.micro_batch_size,
+                clock=time.perf_counter,
+                seed=config.run.seed,
+            )
+        finally:
+            torch.set_num_threads(threads)
+
+
+def table(measured: tuple[Measured, ...]) -> list[str]:
+    """Lines for people: one codec each; a star marks the rungs that AdaTopK chooses from."""
+    rungs = {r.codec for r in pareto([m.rung for m in measured]).rungs}
+    head = ("true bytes", "ratio", "enc+dec", "error", "loss", "pays below")
+    lines = ["  {:18} {:>12} {:>7} {:>10} {:>8} {:>8} {:>12}".format("codec", *head)]
+    for m in measured:
+        mark = "*" if m.codec in rungs else " "
+        sent = m.forward_bytes + m.backward_bytes
+        time_ns = 1e9 * (m.encode_s_per_element + m.decode_s_per_element)
+        even_mbps = m.break_even_bytes_per_s * 8 / 1e6
+        lines.append(
+            f"{mark} {m.codec:18} {sent:>12,.0f} {m.ratio:>6.1f}x {time_ns:>7.2f} ns {m.error:>8.2g} "
+            f"{100 * m.loss_cost:>+7.2f}% {even_mbps:>7,.0f} Mbps"
+        )
+    lines.append("true bytes: a micro-batch, both directions; enc+dec: a dense element, one thread; *: on the ladder")
+    return lines
+
+
+def print_codecs(config_path: Path, steps: int = 8) -> None:
+    """Prints the ladder; the command line's `codecs`."""
+    print("\n".join(table(measure(config_path, steps))))

@@ -7,6 +7,7 @@ Every call has a deadline. Lengths that p2pd states are bounded before they are 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -168,13 +169,20 @@ class ControlClient:
             raise
 
     async def serve(self, protocol: str, listener: Path, *, timeout_s: float) -> None:
-        """Have p2pd pass incoming streams of `protocol` to the unix socket `listener`."""
+        """Have p2pd pass incoming streams of `protocol` to the unix socket `listener`; done again it changes nothing.
+
+        TransportError if another process serves it.
+        """
         request = pb().Request(type=pb().Request.STREAM_HANDLER)
         request.streamHandler.addr = _unix_address_bytes(listener)
         request.streamHandler.proto.append(protocol)
         request.streamHandler.balanced = False
         async with self._errors(f"serving {protocol}", timeout_s):
             response = await self._call(request)
+            if response.type == pb().Response.ERROR and "already set" in response.error.msg:
+                with contextlib.suppress(TransportError):  # ours, of a request whose answer was lost?
+                    await self.stop_serving(protocol, listener, timeout_s=timeout_s)
+                response = await self._call(request)
         _raise_if_failed(response, f"serving {protocol}")
 
     async def stop_serving(self, protocol: str, listener: Path, *, timeout_s: float) -> None:

@@ -24,6 +24,7 @@ from dht.runs import RunView
 
 SCHEMA = 1
 UNKNOWN = "?"
+MAX_DETAILED = 64  # the newest runs are shown with their parts, a look-up each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,8 @@ async def _look(swarm: tuple[str, ...], run: str | None, folder: Path) -> Snapsh
                 views: tuple[RunView, ...] = () if found is None else (found,)
             else:
                 peers, heads = await asyncio.gather(board.peers(), board.runs())
-                views = tuple(await asyncio.gather(*map(board.view, heads)))
+                detailed = await asyncio.gather(*map(board.view, heads[:MAX_DETAILED]))
+                views = (*detailed, *(RunView(run=head) for head in heads[MAX_DETAILED:]))
             return Snapshot(swarm=swarm, time=swarm_clock.now(), peers=peers, runs=views)
         finally:
             await board.close()

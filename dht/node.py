@@ -36,6 +36,7 @@ STORE_TIMEOUT_S = 15.0
 _RPC_S = 3.0  # a silent node costs this much per look-up
 _LOOKUP_S = 60.0  # hivemind's own `refresh_timeout` does nothing, so a random id is looked up this often
 _CLOCK_S = 300.0
+_REMEMBERED = 32
 _MIN_INTERVAL_S = 1.0  # a record that changes faster is stored this often
 
 
@@ -56,6 +57,7 @@ class Board:
         self.transport, self.clock = transport, clock
         self._client_only = client_only
         self._own: dict[tuple[str, bytes], _Own] = {}
+        self._known: dict[str, tuple[str, ...]] = {}  # peers seen connected, to come back to after an outage
         self._node: Any = None
         self._p2p: Any = None
         self._task: asyncio.Task[None] | None = None
@@ -194,6 +196,9 @@ class Board:
         parts = node_parts()
         path = self.transport.control_address
         self._p2p = await parts.P2P.replicate(parts.Multiaddr(path))
+        control = self._p2p._client.control
+        for task in (control._read_task, control._write_task):
+            task.add_done_callback(_note_end)
         own_id = parts.DHTID(_guards.node_id_of(peer_id_bytes(self.transport.peer_id)))
         # hivemind's caches stay off: they answer with what was, and others could fill them. Blacklisting is constant:
         # its exponential form keeps a peer out for minutes after an outage.
@@ -230,6 +235,8 @@ class Board:
             await self._p2p.shutdown()
             async with asyncio.timeout(15.0):
                 await self._attach(storage)
+            with contextlib.suppress(DhtError):
+                await self._reach_out()
             await self._meet(required=False)
         for own in self._own.values():
             own.changed = True
@@ -298,10 +305,18 @@ class Board:
 
     async def _rejoin_if_alone(self) -> None:
         if self._node.protocol.routing_table.uid_to_peer_id:
+            self._known = dict(list((await self.transport.connected()).items())[:_REMEMBERED])
             return
-        if self.transport.bootstrap:
-            await self.transport.join(timeout_s=5.0)
+        await self._reach_out()
         await self._meet(required=False)
+
+    async def _reach_out(self) -> None:
+        """Connects to the bootstrap addresses and to the peers known before, whichever answer."""
+        tries = [self.transport.connect(peer, found, timeout_s=5.0) for peer, found in self._known.items()]
+        results = await asyncio.gather(self.transport.join(timeout_s=5.0), *tries, return_exceptions=True)
+        failed = [r for r in results if isinstance(r, BaseException)]
+        if len(failed) == len(results) or any(not isinstance(r, DhtError) for r in failed):
+            raise failed[0]
 
     async def _look_around(self) -> None:
         random_id = node_parts().DHTID(int.from_bytes(secrets.token_bytes(20), "big"))
@@ -344,3 +359,9 @@ def _published(record: Record, now: float) -> Record:
     if isinstance(record, PeerRecord | RunRecord):
         return msgspec.structs.replace(record, published=round(now, 2))
     return record
+
+
+def _note_end(task: asyncio.Task[None]) -> None:
+    """hivemind's connection tasks end with p2pd; nobody else looks at why."""
+    if not task.cancelled() and task.exception() is not None:
+        log.debug("hivemind's connection to p2pd ended: %r", task.exception())

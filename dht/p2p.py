@@ -40,7 +40,8 @@ _RETRY_S = 0.3
 # libp2p does not dial for 5 s after a failure, though a peer that restarts is back sooner; and right after joining its
 # routing knows nobody yet.
 _PASSING = ("dial backoff", "failed to find any peer in table")
-_RESTART_DELAYS_S = (0.0, 0.2, 1.0, 3.0, 10.0)
+_SERVE_S = 10.0
+_RESTART_DELAYS_S = (0.0, 0.1, 0.2, 0.3, 0.5, 1.0, 3.0, 10.0)
 
 
 class P2PTransport:
@@ -140,13 +141,16 @@ class P2PTransport:
         known = protocol in self._handlers
         self._handlers[protocol] = handler
         if known:
-            return  # p2pd refuses a second registration; the new handler takes the next stream
+            return  # the new handler takes the next stream
         try:
-            async with self._deadline(f"serving {protocol}", 10.0):
-                await self._up.wait()
-                await self.client.serve(protocol, self._listener, timeout_s=10.0)
+            await self._patiently(
+                f"serving {protocol}",
+                lambda: self.client.serve(protocol, self._listener, timeout_s=_SERVE_S),
+                _SERVE_S,
+                _SERVE_S,
+            )
         except TransportError:
-            del self._handlers[protocol]
+            self._handlers.pop(protocol, None)
             raise
 
     async def stop_serving(self, protocol: str) -> None:
@@ -232,7 +236,7 @@ class P2PTransport:
             self._per_peer[remote] += 1
             handler = self._handlers.get(info.proto)
             if handler is None or self._per_peer[remote] > MAX_STREAMS_PER_PEER:
-                log.warning("refused a stream of %s from peer %s", info.proto[:80], remote)
+                log.info("refused a stream of %s from peer %s", info.proto[:80], remote)
                 return
             await handler(Stream(remote, reader, writer))
         except asyncio.CancelledError:
@@ -264,7 +268,8 @@ class P2PTransport:
                     await self._come_back()
                     break
                 except DhtError as error:
-                    log.warning("p2pd of peer %s is not back: %s", self._peer_id, error)
+                    if attempt % 6 == 5:  # once a minute, when it lasts
+                        log.warning("p2pd of peer %s is not back: %s", self._peer_id, error)
             self._up.set()
             log.info("p2pd of peer %s is back", self._peer_id)
             for callback in self._restart_callbacks:
@@ -279,7 +284,7 @@ class P2PTransport:
             self._daemon = await P2pd.start(self._config, self._folder)
         else:
             await self.client.identify(timeout_s=5.0)
-        for protocol in self._handlers:
+        for protocol in list(self._handlers):
             await self.client.serve(protocol, self._listener, timeout_s=5.0)
         if self._daemon is not None and self.bootstrap:
             with contextlib.suppress(SwarmUnreachable):
@@ -305,9 +310,13 @@ async def start(
     bootstrap = tuple(addresses.check_swarm_address(a) for a in bootstrap)
     host_addresses = tuple(addresses.check_address(a) for a in host_addresses)
     identity = load_or_create(identity_path)
-    lock = _lock_identity(identity_path)
     _check_ports_free(host_addresses)
-    folder = SocketFolder.create()
+    lock = _lock_identity(identity_path)
+    try:
+        folder = SocketFolder.create()
+    except BaseException:
+        os.close(lock)
+        raise
     transport = P2PTransport(ControlClient(folder.control), identity.peer_id, identity=identity, bootstrap=bootstrap)
     transport._identity_lock, transport._folder = lock, folder
     config = P2pdConfig(

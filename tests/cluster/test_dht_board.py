@@ -209,9 +209,13 @@ def test_a_lying_replica_hides_nothing(tmp_path: Path) -> None:
     run(main())
 
 
-def test_the_board_comes_back_after_p2pd_dies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_board_comes_back_after_p2pd_dies(tmp_path: Path, which: int) -> None:
+    """The founder's, who has no bootstrap address to go back to, and another's."""
+
     async def main() -> None:
-        async with boards(tmp_path, 3) as (a, b, c):
+        async with boards(tmp_path, 3) as peers:
+            b, a, c = peers[which], peers[1 - which], peers[2]
             back = asyncio.Event()
 
             async def callback() -> None:

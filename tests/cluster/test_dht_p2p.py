@@ -222,6 +222,41 @@ def test_p2pd_killed_comes_back_with_port_and_handlers(tmp_path: Path) -> None:
     run(main())
 
 
+def test_a_frozen_p2pd_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        watch = ControlClient.watch
+        monkeypatch.setattr(ControlClient, "watch", lambda client: watch(client, interval_s=0.2, timeout_s=1.0))
+        async with swarm(tmp_path, 2) as (a, b):
+            await b.serve(ECHO, echo)
+            (back,) = await until_back(b)
+            frozen = b.p2pd_pid
+            assert frozen is not None
+            os.kill(frozen, signal.SIGSTOP)
+            async with asyncio.timeout(30):
+                await back.wait()
+            assert b.p2pd_pid != frozen
+            assert not psutil.pid_exists(frozen)
+            await exchange(await a.open_stream(b.peer_id, ECHO), 1 << 20)
+
+    run(main())
+
+
+def test_one_protocol_has_one_server(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with swarm(tmp_path, 1) as (a,):
+            await a.serve(ECHO, echo)
+            await a.serve(ECHO, echo)  # again: the new handler takes the next stream
+            await a.client.serve(ECHO, a._listener, timeout_s=5.0)  # as after a lost answer
+            other = await p2p.attach(a.control_address)
+            try:
+                with pytest.raises(TransportError, match="already set"):
+                    await other.serve(ECHO, echo)
+            finally:
+                await other.close()
+
+    run(main())
+
+
 def test_a_silent_p2pd_is_noticed(tmp_path: Path) -> None:
     async def main() -> None:
         path = tmp_path / "control"

@@ -61,10 +61,12 @@ class Subspace(Codec):
 
     def _encode_forward(self, x: torch.Tensor, key: FrameKey) -> tuple[wire.Body, Aux]:
         rows, mean = channels.remove_mean(channels.to_rows(x))
-        fresh = self._current is None or (key.micro_batch == 0 and key.step % REFRESH == 0)
         basis = self._current
+        fresh = basis is None or (key.training and key.micro_batch == 0 and key.step % REFRESH == 0)
         if basis is None or fresh:
-            basis = self._current = _basis(principal_axes(rows, self._rank(tuple(x.shape))))
+            basis = _basis(principal_axes(rows, self._rank(tuple(x.shape))))
+            if key.training:
+                self._current = basis
         axes = basis.axes.to(x.device)
         sent = [wire.tensor_bytes(basis.axes.to(torch.bfloat16))] if fresh else []
         coefficients = rotation.encode((rows @ axes).view(-1), self.bits["forward"], key, 0, unbiased=False)
@@ -78,7 +80,8 @@ class Subspace(Codec):
         mean = channels.read_mean(reader, shape, self.device)
         flat = rotation.decode(reader, rows * rank, self.bits["forward"], key, 0, self.device)
         reader.done()
-        self._current = basis
+        if key.training:
+            self._current = basis
         x = flat.view(rows, rank) @ basis.axes.to(self.device).T
         return channels.from_rows(x if mean is None else x + mean, shape), basis
 

@@ -114,16 +114,20 @@ def test_a_paused_run_goes_on_with_other_volunteers(
     batches = plain.token_batches(12, MICRO_BATCHES * SIZE)
     undisturbed = train(swarm, plain.gpt2(), batches, steps=12, stages=2)
     options: dict[str, Any] = {"save_every": 4, "recover_s": 0.0}
-    with LocalSwarm(peers=2) as doomed, pytest.raises(RunPaused) as paused, Run(
-        plain.gpt2(),
-        data=batches,
-        swarm=doomed,
-        optimizer=ADAMW,
-        micro_batches=MICRO_BATCHES,
-        micro_batch_size=SIZE,
-        run_dir=tmp_path / "run",
-        **options,
-    ) as run:
+    with (
+        LocalSwarm(peers=2) as doomed,
+        pytest.raises(RunPaused) as paused,
+        Run(
+            plain.gpt2(),
+            data=batches,
+            swarm=doomed,
+            optimizer=ADAMW,
+            micro_batches=MICRO_BATCHES,
+            micro_batch_size=SIZE,
+            run_dir=tmp_path / "run",
+            **options,
+        ) as run,
+    ):
         for step in run.steps(12):
             if step.step == 6:
                 victim = run.plan().host(1).peer

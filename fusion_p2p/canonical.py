@@ -74,8 +74,12 @@ def spec_of(value: Any) -> ValueSpec:
     if dtype is None:
         raise CaptureError(f"dtype {value.dtype} is not supported; convert to one of {', '.join(NAMES.values())}")
     if not all(isinstance(d, int) for d in value.shape):
-        raise CaptureError(f"the shape {tuple(value.shape)} depends on data; use masks of a fixed shape instead")
+        raise CaptureError(f"a result's shape {tuple(value.shape)} depends on data; use a mask of fixed shape instead")
     return ValueSpec(tuple(value.shape), dtype)
+
+
+def _p(op: str, args: tuple[Any, ...]) -> Any:
+    return args[4 if op == "fusion.sdpa" else 1]
 
 
 class Lowering:
@@ -117,7 +121,10 @@ class Lowering:
         """`out` is the fake tensor (or sequence of them) that the operator returns; None results are unread."""
         many = returns_many(op)
         outs = list(out) if many else [out]
-        ids = [self.raw.value(spec_of(o)) for o in outs]
+        try:
+            ids = [self.raw.value(spec_of(o)) for o in outs]
+        except CaptureError as error:
+            raise CaptureError(f"{self.here()}: {error}") from None
         node = Node(
             op=op,
             args=tuple(a if isinstance(a, Ref | ListArg) else self.arg(a) for a in args),
@@ -130,7 +137,7 @@ class Lowering:
             raise CaptureError(f"{self.here()}: {wrong}; write it with operators that SUPPORT.md lists")
         self.raw.nodes.append(node)
         self.raw.where.append(self.here())
-        if op in SEEDED and not (op in DROPOUTS and 1.0 in args):  # p = 1 draws nothing
+        if op in SEEDED and not (op in DROPOUTS and _p(op, args) == 1.0):  # which draws nothing
             self.raw.draws.append(Draw(self.site, op, tuple(outs[0].shape)))
         return ids if many else ids[0]
 
@@ -339,6 +346,11 @@ def _batch_norm(low: Lowering, node: fx.Node) -> Any:
     return [y, None, None, new_mean, new_var]
 
 
+def _batch_norm_frozen(low: Lowering, node: fx.Node) -> Any:
+    x, weight, bias, mean, var, _momentum, eps = node.args
+    return [low.emit("fusion.batch_norm_frozen", (x, weight, bias, mean, var, eps), _val(node)[0]), None, None]
+
+
 def _batch_norm_local(low: Lowering, node: fx.Node) -> Any:
     x, weight, bias, _training, _momentum, eps = node.args
     return [low.emit("fusion.batch_norm_local", (x, weight, bias, eps), _val(node)[0]), None, None]
@@ -429,6 +441,7 @@ _RULES: dict[str, Rule] = {
     ),
     "aten.native_dropout": _first("fusion.dropout", lambda n: (n.args[0], n.args[1])),
     "aten._native_batch_norm_legit_functional": _batch_norm,
+    "aten._native_batch_norm_legit_no_training": _batch_norm_frozen,
     "aten._native_batch_norm_legit.no_stats": _batch_norm_local,
     "aten.batch_norm": _frozen_norm,
     "aten.rand": _random("fusion.rand"),
@@ -452,6 +465,12 @@ _RULES: dict[str, Rule] = {
     "fusion_p2p.feature_alpha_dropout": _renamed("fusion.feature_alpha_dropout"),
     "fusion_p2p.sdpa": _opaque_sdpa,
 }
+
+
+def unknown(graph: fx.Graph) -> list[Any]:
+    """The operators of a graph that have no spelling here, each once."""
+    targets = {n.target for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem}
+    return [t for t in targets if _name(t) not in _DROPPED and _name(t) not in _RULES and _name(t) not in OPS]
 
 
 def prune(raw: Raw) -> None:

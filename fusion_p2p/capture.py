@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from fusion_p2p import canonical, prepass, selfcheck
 from fusion_p2p.errors import CaptureError, InputError
 from fusion_p2p.ir import OpDag
 from fusion_p2p.merge import Tied, merge
+from fusion_p2p.propagate import ShapeError, propagate
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -160,13 +162,15 @@ def _export(wrapped: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> ca
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            program = torch.export.export(wrapped, tuple(tensors.values()), strict=False)
+            # where it fails, export prints the graph so far to stderr; the user gets one line
+            with contextlib.redirect_stderr(io.StringIO()):
+                program = torch.export.export(wrapped, tuple(tensors.values()), strict=False)
         except (InputError, KeyboardInterrupt):
             raise
         except Exception as error:  # torch.export raises anything the model's own code raises
             raise _export_error(error) from error
         prepass.rewrite(program.graph_module)
-        program = program.run_decompositions({})
+        program = prepass.decompose(program)
     raw = canonical.Lowering(program).run()
     canonical.prune(raw)
     return raw
@@ -201,6 +205,7 @@ def capture(model: torch.nn.Module, example_batch: Any, *, loss: Loss | None = N
         with train_mode(work), selfcheck.own_randomness(n), selfcheck.no_dice():
             raws.append(_export(wrapped, batches.resize(tensors, n)))
     opdag = merge(raws[0], raws[1], size, list(tensors), tied_names(model), model)
+    _check_linear(opdag, size)
 
     def step(module: torch.nn.Module, batch: Any) -> torch.Tensor:
         return loss_of(call_model(module, batch), batch, loss)
@@ -210,6 +215,17 @@ def capture(model: torch.nn.Module, example_batch: Any, *, loss: Loss | None = N
     state = _state(model, opdag)
     report = _report(opdag, state, checks)
     return Captured(opdag=opdag, state=state, report=report, constants=batches.constants(example))
+
+
+def _check_linear(opdag: OpDag, size: int) -> None:
+    """Sizes that fit two batch sizes may still be no linear function; a third size tells."""
+    for n in (size, size + 1, size + 7):
+        try:
+            propagate(opdag, n)
+        except ShapeError as error:
+            raise CaptureError(
+                f"with {n} samples {error}; sizes must be the batch size times a number, plus a number"
+            ) from None
 
 
 def _state(model: torch.nn.Module, opdag: OpDag) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """FLOPs and bytes of every operator, from shapes alone (FusionLLM section 3.4).
 
-The planner's prior and admission's bound. A multiply-add counts 2. Figures are for the forward; the backward of a matrix product costs twice that.
+The planner's prior and admission's bound. A multiply-add counts 2.
+Figures are for the forward; the backward of a matrix product costs twice that.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ _FORMULAS: Mapping[str, Callable[[_Shapes], int]] = {
     "conv_t": _conv_t,
     "conv_any": _conv_any,
     "sdpa": _sdpa,
+    "matexp": lambda s: 40 * s.n_out * (s.ins[0][-1] if s.ins[0] else 1),
     "sort": _sort,
     "fft": _fft,
 }

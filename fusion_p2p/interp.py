@@ -55,6 +55,19 @@ def _constant(a: Arg, batch: int) -> Any:
     return a
 
 
+def bind(node: Node, batch: int, tensor: Callable[[int], torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    """The node's arguments as its callable takes them; `tensor` gives the tensor of a value id."""
+
+    def value(a: Arg) -> Any:
+        if isinstance(a, Ref):
+            return tensor(a.id)
+        if isinstance(a, ListArg):
+            return [value(i) for i in a.items]
+        return _constant(a, batch)
+
+    return [value(a) for a in node.args], {k: value(a) for k, a in node.kwargs.items()}
+
+
 def _is_tensor_list(a: Arg) -> bool:
     return isinstance(a, ListArg) and any(isinstance(i, Ref) for i in a.items)
 

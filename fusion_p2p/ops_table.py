@@ -150,6 +150,7 @@ aten.le.Tensor(self:T, other:T) ew
 aten.leaky_relu(self:T, negative_slope=N) ew
 aten.lerp.Scalar(self:T, end:T, weight:N) ew
 aten.lerp.Tensor(self:T, end:T, weight:T) ew
+aten.linalg_matrix_exp(self:T) matexp
 aten.linalg_vector_norm(self:T, ord=X, dim=I*?, keepdim=B, / dtype=D?) norm
 aten.linear(input:T, weight:T, bias=T?) linear
 aten.linspace(start:N, end:N, steps:I, dtype:D) create

@@ -153,6 +153,8 @@ def check_args(node: Node) -> str | None:
     for key, a in node.kwargs.items():
         if key not in known or key in given:
             return f"{node.op} has no free argument {key[:80]!r}"
+        if known[key].is_list and known[key].kind.startswith("T"):
+            return f"{node.op}: {key!r} is given by position"
         given[key] = (known[key], a)
     for s in op.args:
         if s.required and s.name not in given:

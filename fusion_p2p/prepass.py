@@ -5,24 +5,30 @@ An exported graph before decomposition still says `aten.dropout`; after it, only
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
+
+from fusion_p2p import canonical
 
 _LIB: Any = torch.library.Library("fusion_p2p", "DEF")  # type: ignore[no-untyped-call]
+_DRAWS = (torch.Tag.nondeterministic_seeded,)  # so that an unread draw keeps its place in the order
 _UNARY = ["dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"]
 
 
 def _define() -> None:
     """Opaque operators that only fake tensors ever run through (their values are never computed here)."""
     for name in _UNARY:
-        _LIB.define(f"{name}(Tensor x, float p) -> Tensor")
+        _LIB.define(f"{name}(Tensor x, float p) -> Tensor", tags=_DRAWS)
         _LIB.impl(name, lambda x, p: torch.empty_like(x), "CompositeExplicitAutograd")
     _LIB.define("detach(Tensor x) -> Tensor")
     _LIB.impl("detach", lambda x: torch.empty_like(x), "CompositeExplicitAutograd")
     _LIB.define(
-        "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, float p, bool is_causal, float? scale, bool gqa) -> Tensor"
+        "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, float p, bool is_causal, float? scale, bool gqa) -> Tensor",
+        tags=_DRAWS,
     )
     _LIB.impl(
         "sdpa",
@@ -105,3 +111,57 @@ def rewrite(module: fx.GraphModule) -> None:
             rewrite(child)
     _rewrite(module.graph)
     module.recompile()
+
+
+_RNNS: dict[Any, bool] = {  # operator -> whether its state is a pair
+    torch.ops.aten.lstm.input: True,
+    torch.ops.aten.gru.input: False,
+    torch.ops.aten.rnn_tanh.input: False,
+    torch.ops.aten.rnn_relu.input: False,
+}
+
+
+def _layered(op: Any, pair: bool, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Decompose a recurrent network of several layers layer by layer, with our dropout between.
+
+    PyTorch's own decomposition forgets the dropout. Its kernel draws the masks on (time, sample, feature).
+    """
+
+    def rule(x: Any, hx: Any, params: Any, bias: bool, layers: int, p: float, train: bool, both: bool, bf: bool) -> Any:
+        if p == 0.0 or not train or layers == 1:
+            return plain(x, hx, params, bias, layers, 0.0, train, both, bf)
+        per, directions = len(params) // layers, 2 if both else 1
+        x = x.transpose(0, 1) if bf else x
+        states = []
+        for i in range(layers):
+            part = slice(i * directions, (i + 1) * directions)
+            state = [h[part] for h in hx] if pair else hx[part]
+            x, *new = op(x, state, params[i * per : (i + 1) * per], bias, 1, 0.0, train, both, False)
+            states.append(new)
+            if i < layers - 1:
+                x = torch.ops.fusion_p2p.dropout.default(x, float(p))
+        return x.transpose(0, 1) if bf else x, *(torch.cat(s) for s in zip(*states, strict=True))
+
+    return rule
+
+
+def decompose(program: ExportedProgram) -> ExportedProgram:
+    """Functional form, decomposing only operators that the opset lacks, until none of them can be taken apart."""
+    program = program.run_decompositions({})
+    core = torch._decomp.core_aten_decompositions()
+    tried: set[Any] = set()
+    while True:
+        table: dict[Any, Callable[..., Any]] = {}
+        for op in canonical.unknown(program.graph):
+            if op in tried or not isinstance(op, torch._ops.OpOverload):
+                continue
+            tried.add(op)
+            if op in _RNNS:
+                table[op] = _layered(op, _RNNS[op], core[op])
+            elif op in core:
+                table[op] = core[op]
+            elif op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+                table[op] = op.decompose
+        if not table:
+            return program
+        program = program.run_decompositions(table)

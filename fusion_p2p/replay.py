@@ -32,7 +32,8 @@ def _bernoulli_(mode: SeededRandom, x: torch.Tensor, p: float = 0.5, generator: 
 
 def _bernoulli(mode: SeededRandom, prob: torch.Tensor, generator: Any = None) -> torch.Tensor:
     unit = seeded.rand(mode.key, mode.next_site(prob.shape), tuple(prob.shape), torch.float64).to(prob.device)
-    return (unit < prob).to(prob.dtype)
+    drawn: torch.Tensor = (unit < prob).to(prob.dtype)
+    return drawn
 
 
 def _unit(mode: SeededRandom, like: torch.Tensor) -> torch.Tensor:
@@ -94,7 +95,7 @@ _FACTORIES: Mapping[Any, Callable[..., torch.Tensor]] = {
 }
 
 
-class SeededRandom(TorchDispatchMode):
+class SeededRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every random source that runs inside takes the next of `draws`, in order.
 
     A recomputed region (activation checkpointing restores torch's generator first) takes the same draws again: a
@@ -102,7 +103,7 @@ class SeededRandom(TorchDispatchMode):
     """
 
     def __init__(self, draws: Sequence[Draw], key: RngKey, training: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.key = key
         self._draws = [d for d in draws if training or d.op not in DROPOUTS]
         self._taken = 0

@@ -25,7 +25,7 @@ from fusion_p2p.opset import dtype_of
 from fusion_p2p.replay import SeededRandom
 from fusion_p2p.seeded import RngKey
 
-TOLERANCE = 1e-6  # norm-relative, fp32
+TOLERANCE = 1e-5  # norm-relative, fp32; rounding stays below 1e-6, a dropped piece of the model far above
 _HALF_TOLERANCE = 2e-2  # where the graph computes in 16 bits
 
 Step = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -132,8 +132,8 @@ class SelfCheck:
         modes = [(m, m.training) for m in model.modules()]
         model.eval()
         self._eval_step(ours, RngKey(self._seed, 2, 0))
-        for m, mode in modes:
-            m.training = mode
+        for module, mode in modes:
+            module.training = mode
         bits = "bit for bit" if self._exact else f"to rounding ({self._worst:.0e})"
         return (
             f"loss, {len(held)} gradients and {len(ours.buffers)} buffers of 3 micro-batches equal {bits}",
@@ -160,7 +160,7 @@ class SelfCheck:
             with no_dice():
                 theirs = self._step(model, batch)
             if theirs.requires_grad:
-                theirs.backward()
+                theirs.backward()  # type: ignore[no-untyped-call]
         mode.finish()
         loss, env = self._interpret(ours, tensors, count, key, True)
         self._same("the loss", theirs.detach(), loss.detach())

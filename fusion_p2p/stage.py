@@ -245,9 +245,7 @@ class Stage:
             g = sums[v] if v in sums else self._compute.gradient(v, None)
             if g is not None:
                 self._now.grads[name] = g
-        self._now.norms = {
-            name: float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for name, g in self._now.grads.items()
-        }
+        self._now.norms = {name: _squared_norm(g) for name, g in self._now.grads.items()}
         if self._stage != 0:
             frames.append(self._frame(Kind.NORM, 0, 0, 0, msgspec.msgpack.encode(self._now.norms)))
         return frames
@@ -346,6 +344,11 @@ class Stage:
 
     def _frame(self, kind: Kind, dst: int, value: int, m: int, payload: bytes) -> Frame:
         return Frame(kind, self._stage, dst, value, self.tick, m, payload)
+
+
+def _squared_norm(g: torch.Tensor) -> float:
+    parts = torch.view_as_real(g) if g.is_complex() else g
+    return float(torch.linalg.vector_norm(parts, dtype=torch.float64)) ** 2
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes, what: str) -> T:

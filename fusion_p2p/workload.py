@@ -14,6 +14,7 @@ from fusion_p2p.opset import OPS
 
 # Cost classes of `ops_table` that contract an axis; with embeddings, one atom is built around each.
 _HEAVY = frozenset(("matmul", "addmm", "linear", "conv", "conv_t", "conv_any", "sdpa"))
+FEW_ATOMS = 16
 # Operators whose backward needs none of their inputs (views beside them).
 _KEEP_NOTHING = frozenset(
     "aten." + name
@@ -85,17 +86,20 @@ def atoms(dag: OpDag, batch: int = 1) -> tuple[Atom, ...]:
 def atom_bounds(dag: OpDag, flow: Flow) -> tuple[int, ...]:
     """Positions in `flow.order` where an atom begins, then its length: one cheapest cut between heavy operators.
 
-    No cut falls between the readers of a buffer that training changes and the node that makes its next value.
+    A model with fewer than `FEW_ATOMS` of them is cut before every operator that is no view. No cut falls between the
+    readers of a buffer that training changes and the node that makes its next value.
     """
+    closed = _closed(dag, flow)
     crossing = _crossing(dag, flow, 1, weights=False)
     heavy = [p for p, n in enumerate(flow.order) if _is_heavy(dag.nodes[n])]
-    closed = _closed(dag, flow)
-    bounds = [0]
+    inner = []
     for left, right in itertools.pairwise(heavy):
-        open_positions = [p for p in range(left + 1, right + 1) if p not in closed]
-        if open_positions:
-            bounds.append(min(open_positions, key=lambda p: (crossing[p], -p)))
-    return (*bounds, len(flow.order))
+        allowed = [p for p in range(left + 1, right + 1) if p not in closed]
+        if allowed:
+            inner.append(min(allowed, key=lambda p: (crossing[p], -p)))
+    if len(inner) + 1 < FEW_ATOMS:
+        inner = [p for p, n in enumerate(flow.order) if p and p not in closed and not _is_view(dag.nodes[n])]
+    return (0, *inner, len(flow.order))
 
 
 def _is_view(node: Node) -> bool:

@@ -41,7 +41,11 @@ class NumericLogEntry(msgspec.Struct, frozen=True):
 
 
 class StagePlacement(msgspec.Struct, frozen=True, kw_only=True):
-    """Stage `stage` of replica `replica` runs on (peer, device). `incarnation` grows with every new host."""
+    """Stage `stage` of replica `replica` runs on (peer, device). `incarnation` grows with every new host.
+
+    `logged`: it keeps what it sent back to the newest complete set, so that a neighbour can be rebuilt alone; stages
+    joined by an edge of which one end does not are a recovery group, and roll back together.
+    """
 
     stage: int
     replica: int = 0
@@ -50,6 +54,7 @@ class StagePlacement(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int = 0
     window: int = 1  # micro-batches in flight at most
     buddies: tuple[str, ...] = ()
+    logged: bool = False
 
 
 class Prediction(msgspec.Struct, frozen=True):

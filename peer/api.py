@@ -234,6 +234,7 @@ class Run:
                 stages=self._stages,
                 peers=self._swarm.peers if isinstance(self._swarm, LocalSwarm) else 1,
                 recover_s=self._recover_s,
+                mark_interval=self._save_every,
             ),
             initial=initial,
             sink=self._hear,
@@ -300,7 +301,6 @@ class Run:
         try:
             while released < count or under_way:
                 while released < count and len(under_way) < AHEAD:
-                    self._save_if_due()
                     under_way.append(self._release_next())
                     released += 1
                 yield step_result(self._wait(under_way.popleft()))
@@ -335,6 +335,7 @@ class Run:
         total, samples = 0.0, 0
         for element in itertools.chain(batches, itertools.repeat(None, AHEAD)):
             if element is not None:
+                self._save_if_due()
                 under_way.append(self._release(tensor_batch(element), training=False))
             if under_way and (element is None or len(under_way) >= AHEAD):
                 result = self._wait(under_way.popleft())
@@ -347,6 +348,7 @@ class Run:
 
     def _release_next(self) -> asyncio.Future[TickResult]:
         samples = self._numerics.micro_batches * self._numerics.micro_batch_size
+        self._save_if_due()  # before the batch is taken: a set holds the data's position too
         return self._release(self._opened().source.next_batch(samples), training=True)
 
     def _release(self, batch: Batch, *, training: bool) -> asyncio.Future[TickResult]:
@@ -370,7 +372,9 @@ class Run:
         return manifest.step
 
     def _save_if_due(self) -> None:
-        if self._save_every and self.step - self._saved_step >= self._save_every:
+        o = self._opened()
+        every = self._save_every and o.session.trainer.step - self._saved_step >= self._save_every
+        if every or o.session.trainer.set_is_due:
             self.save()
 
     def state_dict(self) -> dict[str, torch.Tensor]:

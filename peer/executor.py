@@ -153,7 +153,7 @@ class Executor:
             stage=a.stage, peer=self._transport.peer_id, endpoint=secrets.token_hex(16), incarnation=a.incarnation
         )
         hosted.links = Links(
-            self._transport, me, run, a.epoch, bound=built.stage.bound, logged=lambda dst: True,
+            self._transport, me, run, a.epoch, bound=built.stage.bound, logged=lambda dst: message.logged,
             start_tick=message.first_tick, settings=self._settings, limiter=self._limiter, notify=self._compute.wake,
             on_event=lambda event: self._on_event(hosted, event),
         )  # fmt: skip

@@ -53,6 +53,7 @@ class HostStage(msgspec.Struct, frozen=True, tag="host", kw_only=True):
     state: BlobRef
     first_tick: int
     trial: bool
+    logged: bool
 
 
 class Lease(msgspec.Struct, frozen=True, tag="lease", kw_only=True):

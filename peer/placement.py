@@ -7,7 +7,7 @@ takes this place. Pure: no sockets, no clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,8 @@ class PlanRequest:
     state_factor: float = 7.0
     number: int = 1
     epoch: int = 1
-    mark_interval: int = 0
+    mark_interval: int = 0  # steps between complete sets; 0: none is promised, so nothing is logged
+    log_bytes: int = 256 << 20  # most that a stage may keep of what it sent between two sets
 
 
 def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> Plan:
@@ -91,7 +92,14 @@ def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: Pla
         epoch=request.epoch,
         numerics=numerics,
         placement=tuple(
-            StagePlacement(stage=k, peer=h.peer, device=h.device, incarnation=request.number, window=load.window(k))
+            StagePlacement(
+                stage=k,
+                peer=h.peer,
+                device=h.device,
+                incarnation=request.number,
+                window=load.window(k),
+                logged=0 < request.mark_interval * load.sent_bytes(bounds[k], bounds[k + 1]) <= request.log_bytes,
+            )
             for k, h in enumerate(hosts)
         ),
         spares=tuple(dict.fromkeys(o.peer for o in offers if o.peer not in used)),
@@ -110,12 +118,30 @@ def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: Pla
     )
 
 
+def recovery_group(plan: Plan, lost: Iterable[int], edges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """The stages that roll back when those of `lost` are rebuilt; `edges`: pairs of stages that exchange frames."""
+    logged = {p.stage for p in plan.placement if p.logged}
+    joined = [pair for pair in edges if not logged.issuperset(pair)]
+    group, grows = set(lost), True
+    while grows:
+        reached = {stage for pair in joined if group.intersection(pair) for stage in pair}
+        grows = not reached <= group
+        group |= reached
+    return tuple(sorted(group))
+
+
 def rehost(
-    plan: Plan, lost: frozenset[str], atoms: Sequence[Atom], offers: Sequence[DeviceOffer], factor: float
+    plan: Plan,
+    lost: frozenset[str],
+    group: Sequence[int],
+    atoms: Sequence[Atom],
+    offers: Sequence[DeviceOffer],
+    factor: float,
 ) -> Plan:
     """The plan with every stage of the peers `lost` on another device: a spare if one has room, else beside others.
 
-    The numerics and all other hosts stay; moved stages get the next incarnation. InputError if no device has room.
+    The numerics and all other hosts stay; the stages of `group` get the next incarnation, wherever they are.
+    InputError if no device has room.
     """
     load = _Load(atoms, PlanRequest(base=plan.numerics, state_factor=factor), plan.numerics.stages)
     bounds = (0, *plan.numerics.cuts, load.n)
@@ -152,9 +178,9 @@ def rehost(
         number=plan.number + 1,
         placement=tuple(
             msgspec.structs.replace(
-                p, peer=new[p.stage].peer, device=new[p.stage].device, incarnation=plan.number + 1, buddies=()
+                p, peer=placed[p.stage].peer, device=placed[p.stage].device, incarnation=plan.number + 1, buddies=()
             )
-            if p.stage in new
+            if p.stage in group or p.stage in new
             else p
             for p in plan.placement
         ),
@@ -187,6 +213,7 @@ class _Load:
         self.stages = stages
         self._factor = request.state_factor
         self._micro_batches = request.base.micro_batches
+        self._cuts = [*((a.cut_bytes, a.cut_weight_bytes) for a in atoms), (0, 0)]
         self._flops, self._weights, self._activations = [0.0], [0], [0]
         for a in atoms:
             self._flops.append(self._flops[-1] + a.forward_flops + a.backward_flops)
@@ -199,6 +226,11 @@ class _Load:
 
     def flops(self, a: int, b: int) -> float:
         return self._flops[b] - self._flops[a]
+
+    def sent_bytes(self, a: int, b: int) -> int:
+        """What atoms a..b-1 send in a step, dense: activations up, gradients down, shared weights either way."""
+        ends = [self._cuts[at] for at in (a, b) if 0 < at < self.n]
+        return 1 + sum(self._micro_batches * activations + shared for activations, shared in ends)
 
     def bytes(self, a: int, b: int, stage: int) -> int:
         state = (self._weights[b] - self._weights[a]) * self._factor

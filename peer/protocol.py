@@ -99,7 +99,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", kw_only=True):
 
 class StageOffer(msgspec.Struct, frozen=True, tag="offer", kw_only=True):
     """`opdag` may be empty when the volunteer said in Welcome that it has this hash. `state` restores the stage at
-    `first_tick`; `trial` runs one full-shape step first, so that out-of-memory is a refusal with figures."""
+    `first_tick`; `trial` runs one full-shape step first, so that out-of-memory is a refusal with figures; `logged`:
+    keep what was sent until a Trim covers it."""
 
     assignment: Signed
     numerics: Numerics
@@ -108,6 +109,7 @@ class StageOffer(msgspec.Struct, frozen=True, tag="offer", kw_only=True):
     state: BlobRef
     first_tick: int
     trial: bool = True
+    logged: bool = False
 
 
 class Connect(msgspec.Struct, frozen=True, tag="connect", kw_only=True):

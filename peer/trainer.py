@@ -30,7 +30,7 @@ from peer.blobs import fetch_blob
 from peer.errors import BlobError, WireError
 from peer.events import PlanAdopted, RunEvent, Sink, StepResult
 from peer.links import Links
-from peer.placement import DeviceOffer, PlanRequest, rehost
+from peer.placement import DeviceOffer, PlanRequest, recovery_group, rehost
 from peer.protocol import BlobRef, Mark, Snapshotted, StageFault, StageStatus, Trim
 from peer.signing import sign
 from peer.trainer_assembly import Assembly, Refusal, Session
@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 AHEAD = 2  # ticks released before the oldest is done: the next one's data is there when a stage is free
 MAX_REPORT_BYTES = 4096
+MAX_HELD_BYTES = 1 << 30  # of released batches that no complete set covers yet
 MAX_SNAPSHOT_BYTES = 1 << 40
 SAVE_TRIES = 5
 RETRY_S = 1.0
@@ -60,6 +61,7 @@ class TrainerOptions:
     peers: int = 1
     gather_s: float = 60.0
     recover_s: float = 60.0
+    mark_interval: int = 0  # steps between complete sets, as the holder means to save them
 
 
 class Trainer:
@@ -93,6 +95,7 @@ class Trainer:
         self.watch = Watch(sink, session.clock)
         self.plan: Plan | None = None
         self.step = 0
+        self._number = 0  # of the last plan that was offered to anybody
         self._offers: list[DeviceOffer] = []
         self._excluded: set[str] = set()
         self._lost: dict[str, str] = {}  # peer of the plan -> why it is gone
@@ -182,7 +185,7 @@ class Trainer:
         )
         self._assembly.addresses = self._swarm.addresses
         request = PlanRequest(base=numerics, stages=self._options.stages, pinned=resumed is not None)
-        request = replace(request, epoch=self._session.epoch)
+        request = replace(request, epoch=self._session.epoch, mark_interval=self._options.mark_interval)
 
         def states(plan: Plan) -> Mapping[int, BlobRef]:
             return self._refs(resumed or self._first_set(plan, data_state))
@@ -235,7 +238,7 @@ class Trainer:
     async def _adopt(self, plan: Plan) -> None:
         """From now on `plan` is in force: everybody is told where the others live."""
         assert self._links is not None
-        self.plan = plan
+        self.plan, self._number = plan, plan.number
         self._links.update(self._assembly.endpoints(), plan.number)
         await self._assembly.connect(plan)
         self._sink(PlanAdopted(plan))
@@ -291,6 +294,13 @@ class Trainer:
                     waiter.set_result(result)
 
     # --- complete sets
+
+    @property
+    def set_is_due(self) -> bool:
+        """Whether a set should be made soon, lest what is kept for a replay grows out of bounds."""
+        assert self._book is not None and self._links is not None and self.plan is not None
+        ticks, interval = self._book.next_tick - self.set.tick, self.plan.mark_interval
+        return bool(interval and ticks >= 2 * interval) or self._links.held_bytes() > MAX_HELD_BYTES
 
     async def save(self, data_state: bytes) -> Manifest:
         """A complete set at the next tick, where the data stands at `data_state`; the newest if nothing came since.
@@ -429,12 +439,15 @@ class Trainer:
         fresh = {o.peer: o for o in await self._swarm.offers()}
         known = {o.peer: o for o in self._offers}
         offers = [o for o in (fresh | known).values() if o.peer in fresh and o.peer not in self._excluded | gone]
+        moved = [p.stage for p in self.plan.placement if p.peer in gone]
+        stages = recovery_group(self.plan, moved, _edges(self._programs))
         try:
-            plan = rehost(self.plan, gone, self._atoms, offers, PlanRequest(base=self.plan.numerics).state_factor)
+            factor = PlanRequest(base=self.plan.numerics).state_factor
+            base = msgspec.structs.replace(self.plan, number=self._number)
+            plan = rehost(base, gone, stages, self._atoms, offers, factor)
         except InputError as error:
             return str(error)
-        stages = [p.stage for p in self.plan.placement if p.peer in gone]
-        self._assembly.forget(stages)
+        self._number = plan.number
         refusals = await self._assembly.place(plan, stages, self._refs(self.set), self.set.tick)
         for refusal in refusals:
             self._refused(refusal)
@@ -471,6 +484,12 @@ def step_result(result: TickResult) -> StepResult:
         samples=sum(result.header.sizes),
         tokens=result.tokens,
     )
+
+
+def _edges(programs: Sequence[StageProgram]) -> set[tuple[int, int]]:
+    """Pairs of stages between which tensors travel. Norms and verdicts are too small to join anybody."""
+    pairs = {(e.src, e.dst) for p in programs for e in p.edges_out}
+    return pairs | {(a, b) for p in programs for w in p.shared for a in w.stages for b in w.stages if a < b}
 
 
 def _tokens(feed: Mapping[int, torch.Tensor]) -> int:

@@ -234,6 +234,7 @@ class Assembly:
             device=p.device,
             expires=s.clock() + CERT_S,
         )
+        before = self._accepted.get(p.stage)
         known = host.welcome is not None and self._opdag_hash in host.welcome.have_opdags
         return StageOffer(
             assignment=sign(assignment, self._session_key),
@@ -242,6 +243,8 @@ class Assembly:
             opdag=b"" if known else self._opdag,
             state=state,
             first_tick=first_tick,
+            trial=before is None or (before[0].peer, before[0].device) != (p.peer, p.device),
+            logged=p.logged,
         )
 
     async def _drop(self, stages: Mapping[int, tuple[StagePlacement, Accepted]], reason: str) -> None:

@@ -120,7 +120,7 @@ class Volunteer:
         _save_fences(self._home / "fences.json", self._fences)
         message = HostStage(
             spec=session.spec, assignment=a, numerics=offer.numerics, window=offer.window, opdag=opdag,
-            state=offer.state, first_tick=offer.first_tick, trial=offer.trial,
+            state=offer.state, first_tick=offer.first_tick, trial=offer.trial, logged=offer.logged,
         )  # fmt: skip
         self.stages[a.run, a.stage] = HostedStage(
             session.spec, a, offer.state.hash, peers=frozenset({session.cert.trainer_peer})

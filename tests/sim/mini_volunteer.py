@@ -143,7 +143,7 @@ class MiniVolunteer:
             spec.run,
             a.epoch,
             bound=stage.bound,
-            logged=lambda dst: True,
+            logged=lambda dst: offer.logged,
             start_tick=offer.first_tick,
             notify=lambda: hosted.news.set(),
         )

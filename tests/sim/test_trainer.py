@@ -98,7 +98,7 @@ class Lab:
         return next(v for v in self.volunteers if v.peer == peer)
 
     @asynccontextmanager
-    async def trainer(self, stages: int | None, *, recover_s: float = 20.0) -> AsyncIterator[Trainer]:
+    async def trainer(self, stages: int | None, *, recover_s: float = 20.0, marks: int = 4) -> AsyncIterator[Trainer]:
         epoch = self.folder.next_epoch()
         transport = self.network.transport(f"trainer-{epoch}")
         signed, spec = self.folder.spec()
@@ -109,7 +109,12 @@ class Lab:
             folder=self.folder,
             dag=self.captured.opdag,
             options=TrainerOptions(
-                numerics=NUMERICS, stages=stages, peers=len(self.volunteers), gather_s=5.0, recover_s=recover_s
+                numerics=NUMERICS,
+                stages=stages,
+                peers=len(self.volunteers),
+                gather_s=5.0,
+                recover_s=recover_s,
+                mark_interval=marks,
             ),
             initial=lambda program: to_bytes(initial_state(self.captured.state, program)),
             sink=self.heard.append,
@@ -187,12 +192,15 @@ def test_a_refusal_makes_another_plan(captured: Captured, tmp_path: Path) -> Non
 
 @MINUTE
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_lost_stage_is_rebuilt_from_the_set(captured: Captured, tmp_path: Path, lost: int) -> None:
+@pytest.mark.parametrize("marks", [0, 4])
+def test_a_lost_stage_is_rebuilt_from_the_set(captured: Captured, tmp_path: Path, lost: int, marks: int) -> None:
+    """With marks promised the edges are logged and the others keep their state; without, all roll back."""
+
     async def main() -> None:
         lab = Lab(captured, tmp_path)
         for k in range(4):
             await lab.add(f"volunteer{k}")
-        async with lab.trainer(3) as trainer:
+        async with lab.trainer(3, marks=marks) as trainer:
 
             async def fate(step: int) -> None:
                 if step == 3:
@@ -205,6 +213,8 @@ def test_a_lost_stage_is_rebuilt_from_the_set(captured: Captured, tmp_path: Path
             want = expected(captured, trainer.plan.numerics.cuts, 10)
             assert losses == want[0] and await lab.hash(trainer, 10) == want[1]
             assert {"lost", "recovered"} <= set(lab.kinds())
+            moved = [p.stage for p in trainer.plan.placement if p.incarnation > 1]
+            assert moved == ([lost] if marks else [0, 1, 2])
 
     asyncio.run(main())
 

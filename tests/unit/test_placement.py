@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics
 from fusion_p2p.workload import Atom
-from peer.placement import DeviceOffer, PlanRequest, make_plan, rehost
+from peer.placement import DeviceOffer, PlanRequest, make_plan, recovery_group, rehost
 
 BASE = Numerics(cuts=(), micro_batches=4, micro_batch_size=2)
 ROOM = 1 << 40
@@ -113,10 +114,10 @@ def test_spares_are_named() -> None:
 def test_a_lost_peers_stage_goes_to_a_spare_then_beside_another() -> None:
     costs, hosts = atoms(1, 1), offers(5.0, 5.0, 1.0)
     plan = make_plan(costs, hosts, PlanRequest(base=BASE, stages=2))
-    first = rehost(plan, frozenset({"peer1"}), costs, hosts, 7.0)
+    first = rehost(plan, frozenset({"peer1"}), (1,), costs, hosts, 7.0)
     assert [(p.peer, p.incarnation) for p in first.placement] == [("peer0", 1), ("peer0", 2)]  # still sooner than 1.0
     hosts[2] = DeviceOffer(peer="peer2", flops_per_s=5.0, memory_bytes=ROOM)
-    second = rehost(plan, frozenset({"peer1"}), costs, hosts, 7.0)
+    second = rehost(plan, frozenset({"peer1"}), (1,), costs, hosts, 7.0)
     assert [(p.peer, p.incarnation) for p in second.placement] == [("peer0", 1), ("peer2", 2)]
     assert second.numerics == plan.numerics and second.number == plan.number + 1
     assert "peer1 was lost" in second.reasons[-1]
@@ -126,4 +127,23 @@ def test_no_room_for_a_lost_stage_is_named() -> None:
     costs, hosts = atoms(1, 1, weight=100), offers(1.0, 1.0, memory=1000)
     plan = make_plan(costs, hosts, PlanRequest(base=BASE))
     with pytest.raises(InputError, match="for stage 1"):
-        rehost(plan, frozenset({"peer1"}), costs, hosts, 7.0)
+        rehost(plan, frozenset({"peer1"}), (1,), costs, hosts, 7.0)
+
+
+def test_recovery_groups_follow_the_logs() -> None:
+    plan = make_plan(atoms(*[1.0] * 8), offers(1.0, 1.0, 1.0, 1.0), PlanRequest(base=BASE, mark_interval=4))
+    assert all(p.logged for p in plan.placement)
+    chain = [(0, 1), (1, 2), (2, 3)]
+    assert recovery_group(plan, [2], chain) == (2,)
+    unlogged = tuple(msgspec.structs.replace(p, logged=p.stage != 1) for p in plan.placement)
+    plan = msgspec.structs.replace(plan, placement=unlogged)
+    assert recovery_group(plan, [2], chain) == (0, 1, 2)
+    assert recovery_group(plan, [3], chain) == (3,)
+    moved = rehost(plan, frozenset({"peer2"}), (0, 1, 2), atoms(*[1.0] * 8), offers(1.0, 1.0, 1.0, 1.0), 7.0)
+    assert [p.incarnation for p in moved.placement] == [2, 2, 2, 1]
+
+
+def test_nothing_is_logged_without_marks_or_above_the_cap() -> None:
+    for request in (PlanRequest(base=BASE), PlanRequest(base=BASE, mark_interval=4, log_bytes=3)):
+        plan = make_plan(atoms(*[1.0] * 8), offers(1.0, 1.0), request)
+        assert not any(p.logged for p in plan.placement)

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 import torch
-from safetensors.torch import save
 
 from fusion_p2p.codec import wire
-from fusion_p2p.errors import InputError
+from fusion_p2p.errors import FrameError, InputError
 from fusion_p2p.opset import NAMES
 from fusion_p2p.split import StageProgram
 
@@ -34,6 +33,7 @@ _ST_DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
+_ST_NAMES = {dtype: name for name, dtype in _ST_DTYPES.items()}
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,8 +80,16 @@ def weights_blake2b(state: Mapping[str, torch.Tensor]) -> str:
 
 def to_bytes(snapshot: Mapping[str, torch.Tensor]) -> bytes:
     """The snapshot in the safetensors layout; equal snapshots give equal bytes."""
-    data: bytes = save({k: snapshot[k].detach().cpu().contiguous().clone() for k in sorted(snapshot)})
-    return data
+    table: dict[str, _Entry] = {}
+    parts: list[memoryview] = []
+    at = 0
+    for key in sorted(snapshot):
+        t = snapshot[key]
+        parts.append(wire.tensor_bytes(t))
+        table[key] = _Entry(_ST_NAMES[t.dtype], tuple(t.shape), (at, at := at + len(parts[-1])))
+    head = msgspec.json.encode(table)
+    head += b" " * (-len(head) % 8)
+    return b"".join([len(head).to_bytes(8, "little"), head, *parts])
 
 
 def digest(data: bytes) -> str:
@@ -111,7 +119,10 @@ def from_bytes(data: bytes, *, expected_hash: str | None = None) -> dict[str, to
             raise InputError(f"snapshot entry {key[:80]!r} of shape {e.shape} does not fit bytes {start}..{stop}")
         if stop > len(body):
             raise InputError(f"snapshot is truncated: {key[:80]!r} ends at byte {stop} of {len(body)}")
-        out[key] = wire.dense_tensor(body[start:stop], e.shape, dtype)
+        try:
+            out[key] = wire.dense_tensor(body[start:stop], e.shape, dtype)
+        except FrameError as error:
+            raise InputError(f"snapshot entry {key[:80]!r}: {error}") from None
         at = stop
     if at != len(body):
         raise InputError(f"snapshot has {len(body) - at} bytes too many")

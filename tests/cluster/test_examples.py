@@ -79,10 +79,6 @@ def test_gpt2_toml(place: Path) -> None:
     assert "loss over steps" in out and "nats per byte" in out and "sample:" in out
     run = place / "runs" / "gpt2-demo"
     assert f"checkpoint: {run.relative_to(place)}/checkpoints/step-00000002" in out
-    evaluated = json.loads(fusion_run(place, "eval", "gpt2-demo", "--json"))
-    assert evaluated["step"] == 2
-    [held_out] = report["evals"]
-    assert held_out["loss"] == pytest.approx(evaluated["loss"], rel=1e-5)
 
 
 def test_resnet_mnist_toml(place: Path) -> None:
@@ -170,7 +166,11 @@ def test_a_paused_run_goes_on_as_if_nothing_had_been(place: Path) -> None:
 
 def test_ctrl_c_ends_cleanly_and_a_fork_starts_from_the_checkpoint(place: Path) -> None:
     small_run(place)
-    fusion_run(place, "train", "run.toml", "--local", "2")
+    fusion_run(place, "train", "run.toml", "--local", "2", "--report", "r.json")
+    [held_out] = json.loads((place / "r.json").read_text())["evals"]
+    evaluated = json.loads(fusion_run(place, "eval", "cats", "--json"))
+    assert evaluated["step"] == held_out["step"] == 6
+    assert held_out["loss"] == pytest.approx(evaluated["loss"], rel=1e-5)
     (place / "fork.toml").write_text(SMALL.replace('"cats"', '"kittens"').replace("steps = 6", "steps = 100000"))
     trainer = start(place, "fork", "cats", "fork.toml", "--local", "2")
     with trainer:

@@ -1,0 +1,202 @@
+"""A real volunteer on loopback: join, status, invite, pause, a killed executor, signals, bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Peer:
+    """`fusion-peer join` with its JSON lines."""
+
+    def __init__(self, home: Path, *arguments: str) -> None:
+        self.home = home
+        self._lines, write_end = os.pipe()
+        self._buffer = b""
+        home.mkdir(exist_ok=True)
+        self.log = home / "log.txt"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "peer.cli_peer", "join", *arguments, "--loopback", "--home", str(home),
+                    "--threads", "1", "--memory", "1GiB", "--ready-fd", str(write_end),
+                ],
+                pass_fds=(write_end,), stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        os.close(write_end)
+
+    def event(self, name: str, timeout_s: float = 60.0) -> dict[str, Any]:
+        """The next JSON line, which must be this event."""
+        end = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            readable, _, _ = select.select([self._lines], [], [], max(0.0, end - time.monotonic()))
+            data = os.read(self._lines, 4096) if readable else b""
+            assert data, f"no {name!r}: {self.log.read_text()}"
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        found = json.loads(line)
+        assert found["event"] == name
+        return dict(found)
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self, number: int = signal.SIGTERM, timeout_s: float = 10.0) -> int:
+        """Signal it; its exit code within the promised 10 s."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout_s)
+
+    def close(self) -> None:
+        os.close(self._lines)
+        with contextlib.suppress(psutil.Error):
+            left = self.children() if self.process.poll() is None else []
+            for process in [psutil.Process(self.process.pid), *left] if self.process.poll() is None else []:
+                process.kill()
+        self.process.wait()
+
+
+def cli(*arguments: str, home: Path | None = None) -> subprocess.CompletedProcess[str]:
+    where = ["--home", str(home)] if home else []
+    return subprocess.run(
+        [sys.executable, "-m", "peer.cli_peer", *arguments, *where], capture_output=True, text=True, timeout=60
+    )
+
+
+def status(home: Path) -> dict[str, Any]:
+    answer = cli("status", "--json", home=home)
+    assert answer.returncode == 0, answer.stderr
+    return dict(json.loads(answer.stdout))
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    running = Peer(tmp_path / "a")
+    yield running
+    running.close()
+
+
+def test_a_volunteer_from_start_to_end(peer: Peer, tmp_path: Path) -> None:
+    """Join, be measured, answer the local commands; a second one joins; SIGTERM leaves no process behind."""
+    joined = peer.event("joined")
+    assert joined["addresses"][0].startswith("/ip4/127.0.0.1/tcp/")
+    assert (peer.home / "identity").stat().st_mode & 0o777 == 0o600
+    second = Peer(tmp_path / "b", joined["addresses"][0])
+    try:
+        assert second.event("joined")["peer"] != joined["peer"]
+        peer.event("devices")
+        now = status(peer.home)
+        assert now["peer"] == joined["peer"]
+        assert now["state"] == "free"
+        assert now["devices"][0]["state"] == "ready"
+        assert now["devices"][0]["flops_per_s"] > 1e8
+        assert now["devices"][0]["cap_bytes"] == 1 << 30
+        assert now["daemon_bytes"] < 100 << 20
+        invite = cli("invite", home=peer.home).stdout.strip()
+        assert invite == f"fusion-peer join {joined['addresses'][0]}"
+        assert json.loads(cli("pause", "--json", home=peer.home).stdout)["state"] == "paused"
+        assert json.loads(cli("resume", "--json", home=peer.home).stdout)["state"] == "free"
+        left = cli("leave", home=second.home)
+        assert left.returncode == 0, left.stderr
+        assert second.process.wait(10) == 0
+    finally:
+        second.close()
+    children = peer.children()
+    assert len(children) == 2  # p2pd and the executor
+    assert peer.end() == 0
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not (peer.home / "peer.json").exists()
+    gone = cli("status", home=peer.home)
+    assert gone.returncode == 2
+    assert "fusion-peer join" in gone.stderr
+    assert len(gone.stderr.strip().splitlines()) == 1
+
+
+def test_the_daemon_never_loads_torch_and_the_executor_is_replaced_when_it_dies(peer: Peer) -> None:
+    peer.event("joined")
+    maps = Path(f"/proc/{peer.process.pid}/maps").read_text()
+    assert "libtorch" not in maps
+    peer.event("devices")
+    first = status(peer.home)["devices"][0]["pid"]
+    assert "libtorch" in Path(f"/proc/{first}/maps").read_text()
+    os.kill(first, signal.SIGKILL)
+    end = time.monotonic() + 60
+    while (device := status(peer.home)["devices"][0])["state"] != "ready" or device["pid"] == first:
+        assert time.monotonic() < end
+        psutil.wait_procs([psutil.Process(peer.process.pid)], timeout=0.5)  # ends early if the daemon dies
+        assert peer.process.poll() is None
+    assert "killed by signal 9" in peer.log.read_text()
+    assert peer.end(signal.SIGINT) == 0
+
+
+def test_it_ends_when_told_while_still_starting(peer: Peer) -> None:
+    peer.event("joined")
+    children = peer.children()
+    assert peer.end() == 0
+    assert not psutil.wait_procs(children, timeout=5)[1]
+
+
+def test_an_executor_does_not_outlive_a_killed_daemon(peer: Peer) -> None:
+    peer.event("joined")
+    peer.event("devices")
+    children = peer.children()
+    peer.process.kill()
+    assert not psutil.wait_procs(children, timeout=15)[1]
+
+
+DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWJafHNHDXap1z4LiCt1RJQQje4SB9Hy9hKqBVkdoeYyCM"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["nonsense"], 2, "nonsense"),
+        (["/ip4/127.0.0.1/tcp/4001"], 2, "/p2p/12D3KooW"),
+        (["--hours", "late"], 2, "22:00-07:00"),
+        (["--runs", "xyz"], 2, "hex digits"),
+        (["--device", "tpu"], 2, "cuda:all"),
+        (["--memory", "lots"], 2, "6GiB"),
+        (["--memory", "900TiB"], 2, "more than this host has"),
+        (["--upload-mbps", "-3"], 2, "0.01"),
+        (["--dead-s", "1"], 2, "--beat-s"),
+        ([DEAD], 3, "127.0.0.1/tcp/9"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments: list[str], code: int, words: str, tmp_path: Path) -> None:
+    answer = cli("join", "--loopback", *arguments, home=tmp_path / "home")
+    assert answer.returncode == code, answer.stderr
+    assert words in answer.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in answer.stderr
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        answer = cli("join", "--listen", f"/ip4/127.0.0.1/tcp/{port}", home=tmp_path / "home")
+    assert answer.returncode == 2
+    assert str(port) in answer.stderr
+    assert len(answer.stderr.strip().splitlines()) == 1
+
+
+def test_help_answers_at_once_and_loads_nothing_heavy() -> None:
+    code = "import sys; from peer.cli_peer import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    code += "print([m for m in ('torch', 'hivemind', 'cryptography', 'msgspec', 'uvloop') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30).stdout
+    assert "exit codes:" in out
+    assert out.strip().endswith("[]")

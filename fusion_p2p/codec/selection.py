@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 _CHUNK = 1 << 17  # elements; abs and mask of a chunk stay in the cache
-_SAMPLE = 1 << 15
+_SAMPLE = 1 << 17
 
 
-def _candidates(flat: np.ndarray, threshold: np.float32, limit: int) -> np.ndarray | None:
-    """Ascending indices with |x| >= threshold; None once there are more than `limit`."""
-    found, total = [], 0
+def _candidates(flat: np.ndarray, threshold: np.float32, limit: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """(ascending indices with |x| >= threshold, their magnitudes); None once there are more than `limit`."""
+    found, magnitudes, total = [], [], 0
     magnitude = np.empty(min(_CHUNK, flat.size), dtype=np.float32)
     mask = np.empty(magnitude.size, dtype=bool)
     for start in range(0, flat.size, _CHUNK):
@@ -29,8 +29,10 @@ def _candidates(flat: np.ndarray, threshold: np.float32, limit: int) -> np.ndarr
         total += index.size
         if total > limit:
             return None
-        found.append(index + start)
-    return np.concatenate(found)
+        magnitudes.append(magnitude[index])
+        index += start
+        found.append(index)
+    return np.concatenate(found), np.concatenate(magnitudes)
 
 
 def _prime_at_most(n: int) -> int:
@@ -54,10 +56,10 @@ def select(flat: torch.Tensor, k: int) -> torch.Tensor:
     if flat.device.type != "cpu":
         return _select_torch(flat, k)
     x = flat.detach().numpy()
-    candidates = _candidates(x, sampled_threshold(x, k), 4 * k + 4096)
-    if candidates is None or candidates.size < k:
-        candidates = np.arange(x.size)
-    magnitude = np.abs(x[candidates])
+    found = _candidates(x, sampled_threshold(x, k), 4 * k + 4096)
+    if found is None or found[0].size < k:
+        found = np.arange(x.size), np.abs(x)
+    candidates, magnitude = found
     least = np.partition(magnitude, magnitude.size - k)[magnitude.size - k]
     keep = magnitude > least
     ties = np.flatnonzero(magnitude == least)

@@ -1,0 +1,207 @@
+"""AdaTopK's bench: `python -m tests.bench.adatopk [--quick | --soak] [--json]`, one thread.
+
+--quick leaves out training; the full form fine-tunes (about an hour of one core, the pretrained start is cached);
+--soak adds 2,000 steps from scratch and a million mutated frames, and writes the curves to results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fusion_p2p.codec import FrameKey, indices, parse
+from fusion_p2p.codec.selection import select
+from tests.bench import adatopk_model as small
+from tests.bench.rows import Row, at_least, at_most, report
+
+KEY = FrameKey(seed=1, step=1, micro_batch=0, value=1)
+RESULTS = Path(__file__).parent / "results"
+SEEDS, STEPS, HELD_OUT = (0, 1, 2, 3), 150, 200_000
+# (codec, least true ratio, most loss over dense) of the fine-tuning rows
+LADDER = (
+    ("transform:4/4", 7.8, 0.005),
+    ("transform:3/3", 10.0, 0.01),
+    ("transform:2.5/2", 13.0, 0.02),
+    ("transform:1/1", 28.0, 0.06),
+    ("transform:1/0.5", 30.0, 0.06),
+)
+PUBLISHED = (("topk:0.06", 8.0), ("topk:0.016", 30.0))  # of about the same true bytes as a rung above
+
+
+def best(run: Callable[[], object], rounds: int = 5) -> float:
+    """Seconds of the fastest of some rounds."""
+    out = math.inf
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        out = min(out, time.perf_counter() - start)
+    return out
+
+
+def real_activations(elements: int) -> torch.Tensor:
+    """Activations of the pretrained model at its middle cut, as many as asked for."""
+    model, data, rng = small.pretrained(), small.text()[1], np.random.default_rng(3)
+    found: list[torch.Tensor] = []
+
+    def keep(cut: int, x: torch.Tensor) -> torch.Tensor:
+        if cut == 1:
+            found.append(x.detach().reshape(-1))
+        return x
+
+    while sum(t.numel() for t in found) < elements:
+        with torch.no_grad():
+            model(small.batch(data, 32, rng)[0], keep)
+    return torch.cat(found)[:elements].contiguous()
+
+
+def tensors(elements: int, real: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    x = torch.randn(elements, generator=torch.Generator().manual_seed(0))
+    yield "random", x
+    yield "heavy-tailed", x**3
+    if real:
+        few = real_activations(min(elements, 1 << 20))
+        yield "real", few.repeat(elements // few.numel())
+
+
+def selection_rows(real: bool) -> Iterator[Row]:
+    n = 1 << 24
+    for what, x in tensors(n, real):
+        k, flat = n // 100, x.numpy()
+        read_s = best(flat.sum)
+        exact_s = best(lambda x=x, k=k: select(x, k))  # type: ignore[misc]
+        yield at_most(f"selection, 16M {what}, 1/100, exact without carry, over one numpy sum", exact_s / read_s, 4)
+        full_s = best(lambda x=x, k=k: torch.topk(x.abs(), k, sorted=False), 1)  # type: ignore[misc]
+        yield at_least(f"torch.topk over it, {what}", full_s / exact_s, 10)
+
+
+def count_rows(real: bool) -> Iterator[Row]:
+    n = 1 << 20
+    hot = torch.full((n,), 1e-3)
+    hot[::128] = torch.linspace(1, 2, n // 128)
+    for what, x in (*tensors(n, real), ("one hot channel of 128", hot)):
+        for share in (10, 100):
+            off = abs(select(x, n // share).numel() / (n // share) - 1)
+            yield at_most(f"kept count off what was asked, {what}, 1/{share}", 100 * off, 5, "%")
+
+
+def entropy_bytes(k: int, n: int) -> float:
+    p = k / n
+    return -n * (p * math.log2(p) + (1 - p) * math.log2(1 - p)) / 8
+
+
+def byte_rows(real: bool) -> Iterator[Row]:
+    n = 1 << 20
+    for what, x in tensors(n, real):
+        for share in (10, 100, 1000):
+            k = n // share
+            size = sum(map(len, indices.encode(select(x, k).numpy(), n)))
+            if what == "heavy-tailed" or (what == "real" and share == 1000):
+                continue
+            bound = 1.0 if what == "real" else 1.05
+            yield at_most(f"index bytes over the entropy bound, {what}, 1/{share}", size / entropy_bytes(k, n), bound)
+        for share, bound in ((10, 1.15), (100, 1.6)):
+            payload, _ = parse(f"topk-masked:{1 / share}").encode_forward(x, KEY)
+            yield at_most(f"bytes per kept element, {what}, 1/{share}", len(payload) / round(n / share), bound)
+
+
+def round_trip_s(name: str, x: torch.Tensor) -> tuple[float, int]:
+    """(seconds to encode and decode an activation, its bytes), axes already exchanged."""
+    sender, receiver, shape = parse(name), parse(name), tuple(x.shape)
+    receiver.decode_forward(sender.encode_forward(x, KEY)[0], shape, x.dtype, KEY)
+    key = FrameKey(1, 1, 1, 1)
+    payload, _ = sender.encode_forward(x, key)
+    encode_s = best(lambda: sender.encode_forward(x, key))
+    return encode_s + best(lambda: receiver.decode_forward(payload, shape, x.dtype, key)), len(payload)
+
+
+def speed_rows() -> Iterator[Row]:
+    x = torch.randn(8, 1024, 128, generator=torch.Generator().manual_seed(0))
+    masked = {d: round_trip_s(f"topk-masked:{d}", x) for d in (0.1, 0.01)}
+    for density, (spent_s, _) in masked.items():
+        yield at_most(f"encode + decode, 1M elements, topk-masked:{density}", 1e3 * spent_s, 12, " ms")
+    for name in ("int8", "rotated:4/2", "transform:2/1", "transform:1/1", "subspace:64/4"):
+        spent_s, size = round_trip_s(name, x)
+        yield Row(f"encode + decode, 1M elements, {name}", f"{1e3 * spent_s:.1f} ms, {size} bytes", "reported", None)
+    half_s, half_bytes = fp16_of_hivemind(x)
+    for mbps in (10, 100, 1000):
+        ours = masked[0.01][0] + masked[0.01][1] * 8 / mbps / 1e6
+        theirs = half_s + half_bytes * 8 / mbps / 1e6
+        yield at_most(f"end to end over hivemind's fp16, topk-masked:0.01, {mbps} Mbps", ours / theirs, 1)
+
+
+def fp16_of_hivemind(x: torch.Tensor) -> tuple[float, int]:
+    from hivemind.compression import CompressionInfo, Float16Compression
+
+    codec, info = Float16Compression(), CompressionInfo.from_tensor(x)
+    packed = codec.compress(x, info)
+    return best(lambda: codec.compress(x, info)) + best(lambda: codec.extract(packed)), packed.ByteSize()
+
+
+# --- training
+
+
+def finetuned(name: str, seed: int) -> small.Result:
+    """A fine-tuning run, kept beside the pretrained start so that a second bench is quick."""
+    path = small.CACHE / f"finetune-{name.replace(':', '_').replace('/', '-')}-{seed}-{STEPS}-{HELD_OUT}.json"
+    if path.exists():
+        return small.Result(**json.loads(path.read_text()))
+    result = small.finetune(name, seed, STEPS, HELD_OUT)
+    path.write_text(json.dumps(vars(result)))
+    return result
+
+
+def upper_90(values: list[float]) -> float:
+    """Upper end of the two-sided 90% interval of the mean (Student's t)."""
+    t = {2: 6.31, 3: 2.92, 4: 2.353, 5: 2.132}[len(values)]
+    return float(np.mean(values) + t * np.std(values, ddof=1) / math.sqrt(len(values)))
+
+
+def training_rows() -> Iterator[Row]:
+    dense = {s: finetuned("dense", s) for s in SEEDS}
+
+    def over(name: str) -> tuple[list[float], float]:
+        runs = [finetuned(name, s) for s in SEEDS]
+        return [r.loss / dense[r.seed].loss - 1 for r in runs], float(np.mean([r.ratio for r in runs]))
+
+    for name, ratio, bound in LADDER:
+        costs, got = over(name)
+        yield at_least(f"true ratio of {name}", got, ratio, "x")
+        what = f"fine-tuning loss over dense, {name} ({got:.1f}x), mean {100 * np.mean(costs):+.2f}%, upper 90%"
+        yield at_most(what, 100 * upper_90(costs), 100 * bound, "%")
+    for published, ratio in PUBLISHED:
+        theirs, got = over(published)
+        ours, mine = over(next(n for n, r, _ in reversed(LADDER) if r <= ratio))
+        gap = upper_90([a - b for a, b in zip(ours, theirs, strict=True)])
+        what = f"published {published} ({got:.1f}x, {100 * np.mean(theirs):+.1f}%): ours at {mine:.1f}x less theirs"
+        yield at_most(f"{what}, upper 90%", 100 * gap, 0, "%")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--quick", action="store_true", help="no training")
+    form.add_argument("--soak", action="store_true", help="also 2,000 steps from scratch and a million mutations")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    real = not args.quick
+    rows = [*selection_rows(real), *count_rows(real), *byte_rows(real), *speed_rows()]
+    if not args.quick:
+        rows += training_rows()
+    if args.soak:
+        from tests.bench.adatopk_soak import soak_rows
+
+        rows += soak_rows(RESULTS)
+    return report(rows, args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,168 @@
+"""The policy that gives every link a codec, and the gate that takes one back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion_p2p.adatopk import (
+    GateRules,
+    LinkLoad,
+    Observation,
+    choose,
+    gate,
+    ladder_of,
+    pareto,
+    respond,
+    step_back,
+)
+from fusion_p2p.codec import parse
+from fusion_p2p.errors import InputError
+from fusion_p2p.plan import LinkCodec, Numerics
+from fusion_p2p.planner.ladder import DENSE, Ladder, Rung, default_ladder
+
+LADDER = Ladder((DENSE, Rung("int8", 0.26, 1e-9, 1e-9, 0.001), Rung("transform:1/1", 0.036, 5e-9, 5e-9, 0.02)))
+
+
+def link(src: int, mbps: float, back_mbps: float | None = None) -> LinkLoad:
+    """1M float32 elements."""
+    return LinkLoad(
+        src=src,
+        dst=src + 1,
+        elements=1 << 20,
+        dense_bytes=4 << 20,
+        forward_bytes_per_s=mbps * 125e3,
+        backward_bytes_per_s=(back_mbps or mbps) * 125e3,
+    )
+
+
+def test_only_links_that_would_hold_the_pipeline_up_are_compressed() -> None:
+    fast, middle, slow = choose("adatopk", [link(0, 10_000), link(1, 100), link(2, 8)], [1.0] * 4, LADDER)
+    assert (fast.rung.codec, middle.rung.codec, slow.rung.codec) == ("dense", "int8", "transform:1/1")
+    assert "dense fits" in fast.reason and "dense would take" in middle.reason
+    assert middle.transfer_s <= 0.25
+
+
+def test_the_slower_direction_decides() -> None:
+    (choice,) = choose("adatopk", [link(0, 10_000, back_mbps=8)], [1.0, 1.0], LADDER)
+    assert choice.rung.codec == "transform:1/1"
+
+
+def test_among_codecs_that_fit_the_least_loss_wins() -> None:
+    odd = pareto([Rung("a", 0.1, loss_cost=0.03), Rung("b", 0.2, loss_cost=0.01), Rung("c", 0.15, loss_cost=0.05)])
+    assert [r.codec for r in odd.rungs] == ["dense", "b", "a"]
+    (choice,) = choose("adatopk", [link(0, 30)], [1.0, 1.0], odd)
+    assert choice.rung.codec == "b"
+
+
+def test_codec_time_counts_and_may_become_the_bottleneck() -> None:
+    slow_codec = Ladder((DENSE, Rung("x", 0.01, 1e-6, 1e-6)))
+    (choice,) = choose("adatopk", [link(0, 8)], [0.5, 0.5], slow_codec)
+    assert choice.codec_s == pytest.approx(2.097, rel=0.01)
+    # a bottleneck of 2.6 s allows 0.65 s of transfer, not dense's 4.2
+    assert choice.rung.codec == "x"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(1, 10_000), min_size=1, max_size=6), st.floats(0.001, 10))
+def test_transfers_stay_within_tau_of_the_bottleneck(speeds: list[float], stage_s: float) -> None:
+    links = [link(i, s) for i, s in enumerate(speeds)]
+    choices = choose("adatopk", links, [stage_s] * (len(links) + 1), default_ladder())
+    rungs = default_ladder().rungs
+    # a codec tried on the way may have taken longer than the one that its own time made sufficient
+    longest_s = 2 * max(r.encode_s_per_element + r.decode_s_per_element for r in rungs) * (1 << 20)
+    for c in choices:
+        if c.rung != rungs[-1]:
+            assert c.transfer_s <= 0.25 * max(stage_s + 2 * longest_s, *(o.transfer_s for o in choices)) * (1 + 1e-6)
+    # a faster link is never compressed more than a slower one
+    order = sorted(choices, key=lambda c: c.dense_s)
+    assert [c.rung.loss_cost for c in order] == sorted(c.rung.loss_cost for c in order)
+
+
+def test_the_published_rule_follows_slowness() -> None:
+    fast, slow = choose("adatopk-paper", [link(0, 1000), link(1, 10)], [1.0] * 3, paper_ratio=50)
+    assert fast.rung.codec == "dense"  # ratio 1.5 would send more bytes than dense
+    assert slow.rung.codec == f"topk:{1 / 150:.6g}"
+
+
+@pytest.mark.parametrize("name", ["none", "topk:100", "int8", "rotated:4/2"])
+def test_uniform_compression_is_the_same_everywhere(name: str) -> None:
+    choices = choose(name, [link(0, 10_000), link(1, 8)], [1.0] * 3)
+    assert len({c.rung.codec for c in choices}) == 1
+    parse(choices[0].rung.codec)
+
+
+def test_every_rung_of_the_default_ladder_is_a_codec_and_on_the_front() -> None:
+    ladder = ladder_of("adatopk")
+    assert any(r.codec.startswith("topk-masked") for r in ladder.rungs)
+    for rung in ladder.rungs:
+        parse(rung.codec)
+    assert [r.loss_cost for r in ladder.rungs] == sorted(r.loss_cost for r in ladder.rungs)
+
+
+@pytest.mark.parametrize("name", ["", "adaptive", "topk", "topk:x", "rotated:99/1"])
+def test_an_unknown_compression_names_the_choices(name: str) -> None:
+    with pytest.raises(InputError, match="use adatopk"):
+        ladder_of(name)
+
+
+# --- the gate
+
+
+def run(losses: list[float], norm: float = 1.0) -> list[Observation]:
+    return [Observation(step=i, loss=x, norms=(norm, 1.0)) for i, x in enumerate(losses)]
+
+
+def test_a_steady_run_passes() -> None:
+    assert gate(run([2 - i / 100 for i in range(60)]), 0, (1.0, 1.0)) == ()
+
+
+def test_growth_past_twice_dense_names_the_link() -> None:
+    (found,) = gate(run([2.0] * 30, norm=2.5), 0, (1.0, 1.0))
+    assert (found.link, found.step) == (0, 29)
+    assert "2.5 times" in found.reason
+
+
+def test_one_odd_step_does_nothing() -> None:
+    odd = run([2.0] * 30)
+    odd[-1] = Observation(step=29, loss=9.0, norms=(50.0, 1.0))
+    assert gate(odd, 0, (1.0, 1.0)) == ()
+
+
+@pytest.mark.parametrize("bad", [3.0, math.nan, math.inf])
+def test_a_loss_jump_is_everybodys(bad: float) -> None:
+    (found,) = gate(run([2.0] * 30 + [bad] * 5), 0, ())
+    assert found.link is None and "loss jumped" in found.reason
+
+
+def test_steps_before_the_entry_in_force_do_not_count() -> None:
+    assert gate(run([2.0] * 30 + [3.0] * 5), 30, ()) == ()
+    assert gate(run([2.0] * 30, norm=2.5), 28, (1.0,)) == ()
+    assert gate(run([2.0] * 30, norm=2.5), 20, (1.0,), GateRules(growth=3.0)) == ()
+
+
+def test_the_answer_steps_back_by_one_and_says_why() -> None:
+    numerics = Numerics(
+        cuts=(1, 2), codecs=(LinkCodec(0, 1, "transform:1/1"), LinkCodec(1, 2, "int8")), micro_batches=2,
+        micro_batch_size=2,
+    )  # fmt: skip
+    found = gate(run([2.0] * 30, norm=2.5), 0, (1.0, 1.0))
+    entry = respond(numerics, found, LADDER, first_step=40, pinned=False)
+    assert entry is not None
+    assert entry.first_step == 40
+    assert [c.codec for c in entry.numerics.codecs] == ["int8", "int8"]
+    assert "link 0-1 transform:1/1 to int8" in entry.reason and "2.5 times" in entry.reason
+    assert respond(numerics, found, LADDER, first_step=40, pinned=True) is None
+    assert respond(numerics, (), LADDER, first_step=40, pinned=False) is None
+    everywhere = respond(numerics, gate(run([2.0] * 30 + [3.0] * 5), 0, ()), LADDER, first_step=40, pinned=False)
+    assert everywhere is not None
+    assert [c.codec for c in everywhere.numerics.codecs] == ["int8", "dense"]
+
+
+def test_stepping_back_ends_at_dense() -> None:
+    assert step_back(LADDER, "int8") == "dense"
+    assert step_back(LADDER, "dense") == "dense"
+    assert step_back(LADDER, "topk:0.01") == "dense"

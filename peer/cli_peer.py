@@ -17,8 +17,7 @@ EXIT_CODES = """\
 exit codes:
   0    done; the peer left cleanly
   1    something failed; the line on stderr says what
-  2    bad input: an unknown option, a malformed address, a port or an identity in use, no running peer
-  3    swarm unreachable: no address answers
+  2    bad input: an unknown option, a malformed or dead address, a port or an identity in use, no running peer
 """
 JOIN_TEXT = """\
 Offers this machine to a swarm until Ctrl-C, SIGTERM or `fusion-peer leave`. Without an address it starts a swarm and
@@ -131,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     if getattr(options, "home", None) is not None:
         os.environ["FUSION_HOME"] = str(options.home.expanduser().absolute())
-    from dht.errors import DhtError
+    from dht.errors import DhtError, SwarmUnreachable
     from fusion_p2p.errors import FusionError
 
     try:
@@ -142,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _ask(options)
     except (DhtError, FusionError) as error:
         print(f"fusion-peer: {error}", file=sys.stderr)
-        return error.exit_code
+        return 2 if isinstance(error, SwarmUnreachable) else error.exit_code
     except KeyboardInterrupt:
         return 130
 

@@ -171,6 +171,7 @@ class Daemon:
         while True:
             volunteer = self._volunteer
             await volunteer.check_leases(self._options.dead_s, LEASE_S)
+            volunteer.check_offers()
             if volunteer.stages and not self._may_compute():
                 await volunteer.evict(f"this volunteer computes at {volunteer.policy.hours} only")
             self._publish(board)

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from fusion_p2p.admit import Caps, admit
 from fusion_p2p.errors import AdmissionError, InputError
 from fusion_p2p.ir import OpDag
 from fusion_p2p.snapshot import from_bytes
@@ -57,7 +58,7 @@ def build(host: HostStage, state_path: Path, limit: MemoryLimit, threads: int) -
 
 def _build(host: HostStage, state_path: Path, limit: MemoryLimit, before: int) -> Built:
     stage = host.assignment.stage
-    dag = msgspec.json.decode(host.opdag, type=OpDag)
+    dag = admit(host.opdag, caps=Caps(batch=host.numerics.micro_batch_size, value_bytes=limit.cap_bytes))
     if dag.hash != host.assignment.opdag_hash:
         raise RefusedError("admission", f"the OP-DAG has hash {dag.hash[:16]}, signed was {host.spec.opdag_hash[:16]}")
     programs = split(dag, host.numerics.cuts)

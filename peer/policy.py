@@ -10,12 +10,18 @@ import re
 import msgspec
 
 from fusion_p2p.errors import InputError
+from fusion_p2p.plan import Numerics
 from peer.errors import RefusedError
 from peer.protocol import Assignment, RunSpec, SessionCert
 
 MAX_STAGES = 16
 LEASE_S = 1800.0  # how long a run's stages are kept without a word from its trainer
 MAX_FENCES = 4096
+OFFER_S = 600.0  # an offer's admission, state and trial step; longer is a compute bomb or a dead holder
+MAX_MICRO_BATCHES = 1 << 16
+MAX_MICRO_BATCH_SIZE = 1 << 20
+MAX_STAGES_OF_RUN = 4096
+MAX_THREADS = 4096
 _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 
 
@@ -151,3 +157,19 @@ def check_offer(policy: Policy, a: Assignment, *, devices: tuple[str, ...], stag
             needed=needed,
             cap=policy.memory_bytes,
         )
+
+
+def check_numerics(n: Numerics, window: int) -> None:
+    """Numbers that a graph or a loop is made of lie within reason; RefusedError (admission) names one that does not."""
+    ranges = (
+        ("micro_batches", n.micro_batches, MAX_MICRO_BATCHES),
+        ("micro_batch_size", n.micro_batch_size, MAX_MICRO_BATCH_SIZE),
+        ("threads", n.threads, MAX_THREADS),
+        ("window", window, MAX_MICRO_BATCHES),
+        ("stages", n.stages, MAX_STAGES_OF_RUN),
+    )
+    for name, value, most in ranges:
+        if not 1 <= value <= most:
+            raise RefusedError("admission", f"{name} = {value} is outside 1..{most}")
+    if len(n.codecs) > MAX_STAGES_OF_RUN**2 // 2:
+        raise RefusedError("admission", f"{len(n.codecs)} codecs named for {n.stages} stages")

@@ -19,7 +19,7 @@ from peer.blobs import BlobStore
 from peer.errors import ExecutorDied, RefusedError
 from peer.executor_process import Death, ExecutorProcess
 from peer.executor_protocol import FromExecutor, HostStage, Lease
-from peer.policy import Fences, Leases, Policy, check_offer, check_run
+from peer.policy import OFFER_S, Fences, Leases, Policy, check_numerics, check_offer, check_run
 from peer.protocol import (
     Accepted,
     Assignment,
@@ -63,6 +63,7 @@ class HostedStage:
     spec: RunSpec
     assignment: Assignment
     state_hash: str
+    offered: float  # monotonic
     accepted: bool = False
     peers: frozenset[str] = frozenset()  # whom the plan names: they may fetch its snapshots
     snapshots: dict[int, str] = field(default_factory=dict)
@@ -115,6 +116,7 @@ class Volunteer:
         others = sum(1 for key in self.stages if key != (a.run, a.stage))
         check_run(self.policy, session.spec, minute_of_day())
         check_offer(self.policy, a, devices=tuple(self.executors), stages=others, state_bytes=offer.state.size)
+        check_numerics(offer.numerics, offer.window)
         opdag = self._opdag(a.opdag_hash, offer.opdag)
         self._fences.check(a)
         _save_fences(self._home / "fences.json", self._fences)
@@ -123,7 +125,7 @@ class Volunteer:
             state=offer.state, first_tick=offer.first_tick, trial=offer.trial, logged=offer.logged,
         )  # fmt: skip
         self.stages[a.run, a.stage] = HostedStage(
-            session.spec, a, offer.state.hash, peers=frozenset({session.cert.trainer_peer})
+            session.spec, a, offer.state.hash, time.monotonic(), peers=frozenset({session.cert.trainer_peer})
         )
         try:
             await self.executors[a.device].send(message)
@@ -230,6 +232,14 @@ class Volunteer:
                 await self.drop_run(run, "the lease ran out")
                 self.leases.end(run)
                 self._held_back.discard(run)
+
+    def check_offers(self) -> None:
+        """An executor that is at one offer for OFFER_S is ended: `on_death` refuses the offer."""
+        now = time.monotonic()
+        for (run, number), stage in self.stages.items():
+            if not stage.accepted and now - stage.offered > OFFER_S:
+                log.warning("run %s: stage %d was not ready within %.0f s; its executor ends", run, number, OFFER_S)
+                self.executors[stage.assignment.device].kill()
 
     async def evict(self, reason: str) -> None:
         """Give up every stage, telling the trainers: this volunteer pauses or leaves."""

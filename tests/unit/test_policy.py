@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_p2p.errors import InputError
+from fusion_p2p.plan import Numerics
 from fusion_p2p.settings import OptimizerSpec
 from peer import policy, signing
 from peer.errors import RefusedError, SignatureError
@@ -103,6 +104,22 @@ def test_offers_that_cannot_be_hosted_are_refused_with_figures() -> None:
         policy.check_offer(rules, assignment(), devices=("cuda:0",), stages=0, state_bytes=1)
     with pytest.raises(RefusedError, match="at most 16"):
         policy.check_offer(rules, assignment(), devices=("cpu",), stages=16, state_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("numerics", "window", "name"),
+    [
+        (Numerics(micro_batches=0, micro_batch_size=1, cuts=()), 1, "micro_batches"),
+        (Numerics(micro_batches=1, micro_batch_size=1 << 40, cuts=()), 1, "micro_batch_size"),
+        (Numerics(micro_batches=1, micro_batch_size=1, cuts=(), threads=-1), 1, "threads"),
+        (Numerics(micro_batches=1, micro_batch_size=1, cuts=()), 0, "window"),
+        (Numerics(micro_batches=1, micro_batch_size=1, cuts=tuple(range(5000))), 1, "stages"),
+    ],
+)
+def test_unreasonable_numbers_are_refused(numerics: Numerics, window: int, name: str) -> None:
+    policy.check_numerics(Numerics(micro_batches=4, micro_batch_size=8, cuts=(1, 2)), 4)
+    with pytest.raises(RefusedError, match=name):
+        policy.check_numerics(numerics, window)
 
 
 # --- leases and fences

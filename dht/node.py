@@ -19,10 +19,11 @@ from typing import Any
 
 import msgspec
 
-from dht import _guards, records
+from dht import _guards, fence_records, records
 from dht._hivemind import node_parts
 from dht.clock import SwarmClock, swarm_clock
 from dht.errors import DhtError, InputError, RecordError, SwarmUnreachable, TransportError
+from dht.fence_records import FenceHead, FenceRecord, FenceView, LinksRecord
 from dht.identity import peer_id_bytes
 from dht.p2p import P2PTransport
 from dht.records import REFRESH_S, TTL_S, PeerRecord, Record, RunEvents, RunLinks, RunRecord, RunStages, Signer
@@ -139,12 +140,48 @@ class Board:
 
     # --- reading
 
-    async def peers(
-        self, *, fence: str = records.NO_FENCE, timeout_s: float = READ_TIMEOUT_S
-    ) -> tuple[PeerRecord, ...]:
-        """Peers of `fence` that are on the swarm now, by peer id. TransportError if the board does not answer."""
-        found = await self._read(records.fence_keys(fence), PeerRecord, timeout_s)
-        return tuple(sorted((p for p in found if p.state != "left"), key=lambda p: p.peer))
+    async def peers(self, *, fence: str | None = None, timeout_s: float = READ_TIMEOUT_S) -> tuple[PeerRecord, ...]:
+        """Peers that are on the swarm now, by peer id; of one fence only if `fence` names it (NO_FENCE: of none).
+
+        Four look-ups a fence. TransportError if the board does not answer.
+        """
+        fences = (fence,) if fence is not None else (records.NO_FENCE, *await self._fence_ids(timeout_s))
+        found = await self._read(tuple(k for f in fences for k in records.fence_keys(f)), PeerRecord, timeout_s)
+        newest: dict[str, PeerRecord] = {}
+        for p in found:  # a peer that changed fence is at both places for a while
+            if p.peer not in newest or p.published > newest[p.peer].published:
+                newest[p.peer] = p
+        return tuple(sorted((p for p in newest.values() if p.state != "left"), key=lambda p: p.peer))
+
+    async def fences(self, *, timeout_s: float = READ_TIMEOUT_S) -> tuple[FenceView, ...]:
+        """Every fence with a leader whose lease runs, largest first: one look-up a fence, and those of the index."""
+        keys = tuple(map(fence_records.leader_key, await self._fence_ids(timeout_s)))
+        found = await self._read(keys, FenceRecord, timeout_s) if keys else []
+        now = self.clock.now()
+        views = [fence_records.view(r, now) for r in fence_records.leads(found, now).values() if not r.resigned_to]
+        return tuple(sorted(views, key=lambda v: (-v.members, v.id)))
+
+    async def links(self, *, fence: str | None = None, timeout_s: float = READ_TIMEOUT_S) -> tuple[LinksRecord, ...]:
+        """What the peers of `fence` (of all) measured; see `dht.linkbook` for a view that fills the gaps."""
+        fences = (fence,) if fence is not None else (records.NO_FENCE, *await self._fence_ids(timeout_s))
+        found = await self._read(tuple(k for f in fences for k in records.links_keys(f)), LinksRecord, timeout_s)
+        newest: dict[str, LinksRecord] = {}
+        for r in found:
+            if r.peer not in newest or r.published > newest[r.peer].published:
+                newest[r.peer] = r
+        return tuple(newest[peer] for peer in sorted(newest))
+
+    async def fence_heads(self, *, timeout_s: float = READ_TIMEOUT_S) -> tuple[FenceHead, ...]:
+        """The index of fences: leaders whose lease runs."""
+        found = await self._read(fence_records.index_keys(), FenceHead, timeout_s)
+        return tuple(fence_records.leads(found, self.clock.now()).values())
+
+    async def leader(self, fence: str, *, timeout_s: float = READ_TIMEOUT_S) -> tuple[FenceRecord, ...]:
+        """Every leader's record of one fence, the lapsed ones too; `fence_records.leads` says which counts."""
+        return tuple(await self._read((fence_records.leader_key(fence),), FenceRecord, timeout_s))
+
+    async def _fence_ids(self, timeout_s: float) -> list[str]:
+        return sorted(head.fence for head in await self.fence_heads(timeout_s=timeout_s))
 
     async def runs(self, *, timeout_s: float = READ_TIMEOUT_S) -> tuple[RunRecord, ...]:
         """Every run on the board, newest first."""

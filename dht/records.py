@@ -1,7 +1,7 @@
 """The records on the bulletin board: typed, versioned, signed by their subject, at most 2 KB, bounded in time.
 
 Layout (key -> subkey -> record):
-  fence/FENCE/SHARD  peer id (38 bytes)                       PeerRecord, signed by the peer
+  fence/FENCE/SHARD  peer id (38 bytes)                       PeerRecord, signed by the peer; and see fence_records
   runs/SHARD         owner key (32) + run id (16)             RunRecord, signed by the run's owner or its session key
   run/RUN            owner key (32) + run id (16) + part name RunStages, RunLinks, RunEvents, signed likewise
 
@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from dht.errors import InputError, RecordError
+from dht.fence_records import FenceHead, FenceRecord, LinksRecord, index_key, leader_key
 from dht.identity import PEER_ID_BYTES, SIGNATURE_BYTES, Identity, peer_id_bytes, verify
 
 MAJOR = 1
@@ -74,6 +75,9 @@ class PeerRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     work: Annotated[tuple[Work, ...], Meta(max_length=16)] = ()
     fence: Annotated[str, Meta(min_length=1, max_length=32)] = NO_FENCE
     published: Seconds = 0.0  # swarm time; the board fills it
+    leader: Annotated[str, Meta(max_length=64)] = ""  # of the fence, as this member sees it; "" for none
+    term: Count = 0
+    reach: Literal["", "direct", "relay", "none"] = ""  # how others reach it, as another peer tried; "" unknown
 
 
 class RunRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="run"):
@@ -152,7 +156,8 @@ class RunEvents(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=
 
 
 RunPart: TypeAlias = RunStages | RunLinks | RunEvents
-Record: TypeAlias = PeerRecord | RunRecord | RunStages | RunLinks | RunEvents
+FencePart: TypeAlias = FenceRecord | FenceHead | LinksRecord
+Record: TypeAlias = PeerRecord | RunRecord | RunStages | RunLinks | RunEvents | FenceRecord | FenceHead | LinksRecord
 _PART_NAMES: dict[type, bytes] = {RunStages: b"s", RunLinks: b"l", RunEvents: b"e"}
 _decoder = msgspec.msgpack.Decoder(Record)
 _encoder = msgspec.msgpack.Encoder()
@@ -180,6 +185,11 @@ def fence_keys(fence: str = NO_FENCE) -> tuple[str, ...]:
     return tuple(f"fence/{fence}/{shard}" for shard in range(FENCE_SHARDS))
 
 
+def links_keys(fence: str = NO_FENCE) -> tuple[str, ...]:
+    """The keys that hold the measured links of a fence's members."""
+    return tuple(f"links/{fence}/{shard}" for shard in range(FENCE_SHARDS))
+
+
 def runs_keys() -> tuple[str, ...]:
     """The keys that hold every run's RunRecord."""
     return tuple(f"runs/{shard}" for shard in range(RUN_SHARDS))
@@ -199,6 +209,13 @@ def place(record: Record) -> tuple[str, bytes]:
     if isinstance(record, PeerRecord):
         subject = peer_id_bytes(record.peer)
         return f"fence/{record.fence}/{_shard(subject, FENCE_SHARDS)}", subject
+    if isinstance(record, LinksRecord):
+        subject = peer_id_bytes(record.peer)
+        return f"links/{record.fence}/{_shard(subject, FENCE_SHARDS)}", subject
+    if isinstance(record, FenceRecord):
+        return leader_key(record.fence), peer_id_bytes(record.leader)
+    if isinstance(record, FenceHead):
+        return index_key(record.fence), peer_id_bytes(record.leader)
     subject = record.owner + bytes.fromhex(record.run)
     if isinstance(record, RunRecord):
         return f"runs/{_shard(subject, RUN_SHARDS)}", subject
@@ -295,15 +312,23 @@ def _decode(body: bytes) -> Record:
         raise RecordError(f"not a known record: {error}") from error
     if not _finite(record):
         raise RecordError(f"a {type(record).__name__} with a number that is not finite")
-    if isinstance(record, PeerRecord):
-        if _not_a_peer_id(record.peer):
-            raise RecordError(f"{record.peer!r} is not a peer id")
+    signer = own_peer(record)
+    if signer is not None:
+        if _not_a_peer_id(signer):
+            raise RecordError(f"{signer!r} is not a peer id")
     elif isinstance(record, RunRecord):
         if _not_a_peer_id(record.trainer):
             raise RecordError(f"trainer {record.trainer!r} is not a peer id")
         if record.run != run_id(record.owner, record.name, record.opdag_hash, record.seed, record.created):
             raise RecordError(f"run {record.run} is not of the owner {record.owner.hex()[:16]} who claims it")
     return record
+
+
+def own_peer(record: Record) -> str | None:
+    """The peer that signs this record of its own; None for a run's."""
+    if isinstance(record, PeerRecord | LinksRecord):
+        return record.peer
+    return record.leader if isinstance(record, FenceRecord | FenceHead) else None
 
 
 def _not_a_peer_id(text: str) -> bool:
@@ -315,15 +340,16 @@ def _not_a_peer_id(text: str) -> bool:
 
 
 def _signing_key(record: Record, signed: bytes, expiration: float) -> bytes:
-    subject = peer_id_bytes(record.peer)[-32:] if isinstance(record, PeerRecord) else record.owner
-    if not signed[1]:
-        return subject
-    if isinstance(record, PeerRecord):
+    if isinstance(record, PeerRecord | FencePart):
+        if not signed[1]:
+            return peer_id_bytes(own_peer(record) or "")[-32:]
         raise RecordError("a peer signs its own record; nobody may for it")
+    if not signed[1]:
+        return record.owner
     session_key, expires, signature = _DELEGATION.unpack_from(signed, 2)
     if not math.isfinite(expires) or expires < expiration:
         raise RecordError(f"the record outlives its session key by {expiration - expires:.0f} s")
-    if not verify(subject, signature, _delegation_message(record.run, session_key, expires)):
+    if not verify(record.owner, signature, _delegation_message(record.run, session_key, expires)):
         raise RecordError(f"the session key of run {record.run} is not signed by the run's owner")
     return bytes(session_key)
 

@@ -16,6 +16,7 @@ from fusion_p2p.planner.costs import INF, Costs
 from fusion_p2p.planner.workload import Floats
 
 Ints = npt.NDArray[np.int64]
+MOST_IN_SET = 32  # devices of a neighbourhood, about
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +110,32 @@ def lower_bound_s(costs: Costs, *, must_use_all: bool = False) -> float:
     """Seconds that no plan of this network, workload, micro-batch count and ladder can beat."""
     found = components(costs, must_use_all=must_use_all)
     return found[0].bound_s if found else INF
+
+
+def neighbourhoods(costs: Costs, pace_s: float) -> list[Ints]:
+    """Around every usable device, the set of devices near and fast enough to help it; the most promising set first.
+
+    A device is taken in the order of (hop from the centre + pace) x its seconds for the model, as long as the
+    estimate falls: balance over the set, every hop as dear as from the centre.
+    """
+    trip, slow = cheapest_hop(costs)
+    trip = np.where(np.eye(len(trip), dtype=bool), 0.0, np.minimum(trip, trip.T))
+    usable = np.flatnonzero(costs.room_bytes > 0)
+    whole = costs.work_s[usable, -1]
+    trip, slow = (
+        trip[np.ix_(usable, usable)],
+        np.where(np.eye(len(usable), dtype=bool), 0.0, slow[np.ix_(usable, usable)]),
+    )
+    key = (trip + pace_s) * whole[None, :]
+    np.fill_diagonal(key, -1.0)
+    order = np.argsort(key, axis=1, kind="stable")[:, : 4 * MOST_IN_SET]
+    rows = np.arange(len(usable))[:, None]
+    balance = 1.0 / np.cumsum(1.0 / whole[order], axis=1)
+    slowest = np.maximum(balance, np.maximum.accumulate(slow[rows, order], axis=1))
+    count = np.arange(1, order.shape[1] + 1)
+    total = count * balance + np.cumsum(trip[rows, order], axis=1) + (costs.m - 1) * slowest
+    best = total.argmin(axis=1)
+    return [usable[order[i, : best[i] + 1]] for i in np.argsort(total.min(axis=1), kind="stable")]
 
 
 def _spanning_tree(w: Floats) -> list[tuple[int, int]]:

@@ -60,7 +60,9 @@ class Costs:
         self.work_s = self.forward_s + self.backward_s  # (D, n+1): device's seconds for atoms before a position
         held = w.state_bytes_per_parameter * w.parameters + (0.0 if w.recompute else self.window * w.stash_bytes)
         self.held_bytes = _running(held[None, :])[0]
-        self.room_bytes = np.array([MEMORY_SHARE * d.memory_bytes if d.accepts else -1.0 for d in net.devices])
+        self.room_bytes = np.array(
+            [MEMORY_SHARE * d.memory_bytes if d.accepts and d.confirmed else -1.0 for d in net.devices]
+        )
         self.shares = np.array([r.byte_share for r in ladder.rungs])
         self.elements = w.cut_bytes / w.wire_bytes_per_element
         self.cut_allowed = w.cut_allowed()
@@ -75,6 +77,12 @@ class Costs:
         self.both_latency_s = lat + lat.T
         caps = [d.upload_bytes_per_step for d in net.devices]
         self.upload_bytes = np.array([INF if c is None else c for c in caps])
+
+    def subset(self, keep: list[int]) -> Costs:
+        """The same problem on these devices only, in this order."""
+        if keep == list(range(len(self.net))):
+            return self
+        return Costs(self.w, self.net.subset(keep), self.m, self.ladder, self.window)
 
     def rungs_at(self, hosts: tuple[int, ...], cuts: tuple[int, ...], bottleneck_s: float) -> tuple[Rung, ...]:
         """The first rung of every hop whose transfer is at most tau x bottleneck, else the last."""

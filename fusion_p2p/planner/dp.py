@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -56,8 +57,8 @@ class Tables:
     """Everything the sweep looks up. Positions are a subset `at` of 0..n (first 0, last n), m of them.
 
     hop_s[b, e, g, u] (class-wise): seconds that a hop adds to a round trip, INF where not allowed; u numbers the
-    distinct cut sizes. lo[ki][ko][b, d, q]: first position from which a stage of device d ending at q fits. extra:
-    how many positions below lo may fit in addition, because codec time varies with the cut (usually 0).
+    distinct cut sizes. lo[ki][ko][b, d, q]: first position from which every stage of device d ending at q fits;
+    early[ki][ko][b, d, q] <= lo: some between the two may fit, because codec time varies with the cut (None: none).
     """
 
     at: Ints
@@ -69,7 +70,7 @@ class Tables:
     hop_s: tuple[Floats, ...]  # per class: (B, G, G, U), from group g to group e, indexed [b, e, g, u]
     codec_s: Floats  # (K, m) seconds each end pays for a hop of class k at a position
     lo: tuple[tuple[Ints, ...], ...]
-    extra: tuple[tuple[int, ...], ...]
+    early: tuple[tuple[Ints | None, ...], ...]
     lo_hard: Ints  # (D, m): memory
     classes: tuple[int, ...]  # classes that any hop uses
 
@@ -99,8 +100,8 @@ def build(
     hop = _hops(costs, thresholds, sizes, len(codec), class_of, group, member)
     classes = tuple(k for k in range(len(codec)) if np.isfinite(hop[k]).any())
     hard = _memory_lo(costs, at)
-    lo, extra = _windows(work, codec, thresholds, hard, classes)
-    return Tables(at, thresholds, work, group, member, size_of, hop, codec, lo, extra, hard, classes)
+    lo, early = _windows(work, codec, thresholds, hard, classes)
+    return Tables(at, thresholds, work, group, member, size_of, hop, codec, lo, early, hard, classes)
 
 
 def _pair_matrix(a: Floats, group: Ints, member: Ints) -> Floats:
@@ -118,25 +119,23 @@ def _hops(
     slow = _pair_matrix(costs.slow_s_per_byte, group, member)
     both = _pair_matrix(costs.both_s_per_byte, group, member)
     lat = _pair_matrix(costs.both_latency_s, group, member)
-    dense = slow[..., None] * sizes  # (G, G, U)
+    both = np.where(np.isfinite(slow), both, 0.0)
+    dense = np.where(np.isfinite(slow), slow, -1.0)[..., None] * sizes  # (G, G, U); below 0: no such pair
     elements = sizes / costs.w.wire_bytes_per_element
     cap = costs.upload_bytes[member] / 2  # a stage sends on two sides; half each keeps the sum within the cap
     cap = np.minimum(cap[:, None], cap[None, :])[..., None]
-    shape = (len(thresholds), *dense.shape)
-    out = [np.full(shape, INF) for _ in range(class_count)]
+    share = np.array([r.byte_share for r in costs.ladder.rungs])
+    codec = 2 * np.array([r.encode_s_per_element + r.decode_s_per_element for r in costs.ladder.rungs])
+    out = [np.full((len(thresholds), *dense.shape), INF) for _ in range(class_count)]
     for b, threshold in enumerate(thresholds):
-        left = np.isfinite(dense)
-        for r, rung in enumerate(costs.ladder.rungs):
-            last = r == len(costs.ladder.rungs) - 1
-            limit = threshold if last else costs.ladder.tau * threshold
-            take = left & (rung.byte_share * dense <= limit * SLACK)
-            if take.any():
-                k = class_of[r]
-                codec = 2 * (rung.encode_s_per_element + rung.decode_s_per_element) * elements
-                seconds = rung.byte_share * both[..., None] * sizes + lat[..., None] + codec
-                ok = take & (rung.byte_share * sizes * costs.m <= cap)
-                out[k][b][ok] = seconds[ok]
-                left &= ~take
+        allowed = costs.ladder.tau * threshold * SLACK / np.maximum(dense, 1e-30)
+        rung = np.minimum(np.searchsorted(-share, -allowed), len(share) - 1)  # the first whose share is allowed
+        sent = share[rung]
+        seconds = sent * both[..., None] * sizes + lat[..., None] + codec[rung] * elements
+        ok = (dense >= 0) & (sent * dense <= threshold * SLACK) & (sent * sizes * costs.m <= cap)
+        for k in range(class_count):
+            mine = ok & (class_of[rung] == k)
+            out[k][b][mine] = seconds[mine]
     return tuple(np.ascontiguousarray(np.swapaxes(o, 1, 2)) for o in out)
 
 
@@ -149,37 +148,35 @@ def _memory_lo(costs: Costs, at: Ints) -> Ints:
 
 def _windows(
     work: Floats, codec: Floats, thresholds: Floats, hard: Ints, classes: Sequence[int]
-) -> tuple[tuple[tuple[Ints, ...], ...], tuple[tuple[int, ...], ...]]:
-    """lo and extra per (class in, class out); see Tables."""
+) -> tuple[tuple[tuple[Ints, ...], ...], tuple[tuple[Ints | None, ...], ...]]:
+    """lo and early per (class in, class out); see Tables."""
     d, m = work.shape
     k_all = len(codec)
     lo: list[tuple[Ints, ...]] = []
-    extra: list[tuple[int, ...]] = []
+    early: list[tuple[Ints | None, ...]] = []
     for ki in range(k_all):
         row: list[Ints] = []
-        row_extra: list[int] = []
+        row_early: list[Ints | None] = []
         for ko in range(k_all):
             if not {ki, ko} <= ({0} | set(classes)):
                 row.append(np.zeros((0, 0, 0), dtype=np.int64))
-                row_extra.append(0)
+                row_early.append(None)
                 continue
             key = work - codec[ki]
             sure = np.minimum.accumulate(key[:, ::-1], axis=1)[:, ::-1]  # nondecreasing: all later ones are larger
             may = np.maximum.accumulate(key, axis=1)
             need = (work + codec[ko])[None] - (thresholds * SLACK)[:, None, None]
             first = np.empty((len(thresholds), d, m), dtype=np.int64)
-            gap = 0
+            some = np.empty_like(first) if codec[ki].any() else None
             for i in range(d):
                 first[:, i] = np.searchsorted(sure[i], need[:, i].ravel(), side="left").reshape(-1, m)
-                if codec[ki].any():
-                    early = np.searchsorted(may[i], need[:, i].ravel(), side="left").reshape(-1, m)
-                    q = np.minimum(first[:, i], np.arange(m))
-                    gap = max(gap, int((q - np.maximum(early, hard[i])).max(initial=0)))
+                if some is not None:
+                    some[:, i] = np.searchsorted(may[i], need[:, i].ravel(), side="left").reshape(-1, m)
             row.append(np.maximum(first, hard[None]))
-            row_extra.append(max(0, gap))
+            row_early.append(None if some is None else np.maximum(some, hard[None]))
         lo.append(tuple(row))
-        extra.append(tuple(row_extra))
-    return tuple(lo), tuple(extra)
+        early.append(tuple(row_early))
+    return tuple(lo), tuple(early)
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,36 +198,54 @@ def sweep(t: Tables, orders: Ints, thresholds_of: Ints, *, skip: bool = True) ->
     """Run every pair (orders[a], thresholds[thresholds_of[a]]). `skip` False: every device of the order is used."""
     a_count, steps = orders.shape
     m = len(t.at)
-    count = len(t.member)
     ks = sorted({0} | set(t.classes))
-    best_of = {k: np.full((a_count, count, m), INF) for k in t.classes}
+    slot, seen = _slots(t.group[orders])
+    groups = np.zeros((a_count, int(slot.max()) + 1), dtype=np.int64)
     rows = np.arange(a_count)
+    groups[rows[:, None], slot] = t.group[orders]
+    # best_of[k][a, slot] holds positions sorted by cut size, so that a hop's seconds are one number per slice.
+    best_of = {k: np.full((a_count, groups.shape[1], m), INF) for k in t.classes}
+    sort = np.argsort(t.size_of, kind="stable")
+    unsort = np.argsort(sort)
+    ends = np.searchsorted(t.size_of[sort], np.arange(t.size_of.max() + 2))
+    by_size = [(u, slice(int(a), int(b))) for u, (a, b) in enumerate(pairwise(ends))]
     states: list[list[Floats]] = []
     done = np.full(a_count, INF)
     for s in range(steps):
         dev = orders[:, s]
         grp = t.group[dev]
-        enter: dict[int, Floats] = {}
-        for k in t.classes:
-            hop = t.hop_s[k][thresholds_of, grp][..., t.size_of]  # (A, G, m)
-            hop += best_of[k]
-            enter[k] = hop.min(axis=1)
-        if 0 not in enter:
-            enter[0] = np.full((a_count, m), INF)
+        enter = {k: np.full((a_count, m), INF) for k in {0, *t.classes}}
+        if s:
+            n = seen[s - 1]
+            for k in t.classes:
+                hop = t.hop_s[k][thresholds_of[:, None], grp[:, None], groups[:, :n]]  # (A, n, U)
+                entered = np.empty((a_count, m))
+                for u, part in by_size:
+                    np.min(best_of[k][:, :n, part] + hop[:, :, u, None], axis=1, out=entered[:, part])
+                enter[k] = entered[:, unsort]
         if skip or s == 0:
             enter[0][:, 0] = 0.0
         out = advance(t, enter, dev, thresholds_of)
         states.append([out[k] for k in ks])
-        if skip:
-            done = np.minimum(done, out[0][:, -1])
-            for k in t.classes:
-                best_of[k][rows, grp] = np.minimum(best_of[k][rows, grp], out[k])
-        else:
-            done = out[0][:, -1]
-            for k in t.classes:
+        for k in t.classes:
+            now = out[k][:, sort]
+            if skip:
+                now = np.minimum(best_of[k][rows, slot[:, s]], now)
+            else:
                 best_of[k].fill(INF)
-                best_of[k][rows, grp] = out[k]
+            best_of[k][rows, slot[:, s]] = now
+        done = np.minimum(done, out[0][:, -1]) if skip else out[0][:, -1]
     return Found(done, t, orders, thresholds_of, states, skip)
+
+
+def _slots(group: Ints) -> tuple[Ints, list[int]]:
+    """(slot (A, S), seen): groups numbered as they appear in each order; seen[s]: most groups after step s."""
+    slot = np.zeros_like(group)
+    for a, row in enumerate(group.tolist()):
+        first: dict[int, int] = {}
+        slot[a] = [first.setdefault(g, len(first)) for g in row]
+    seen = np.maximum.accumulate(slot.max(axis=0)) + 1
+    return slot, [int(x) for x in seen]
 
 
 def advance(t: Tables, enter: dict[int, Floats], dev: Ints, thresholds_of: Ints) -> dict[int, Floats]:
@@ -242,8 +257,8 @@ def advance(t: Tables, enter: dict[int, Floats], dev: Ints, thresholds_of: Ints)
         for ki, g in enter.items():
             lo = t.lo[ki][ko][thresholds_of, dev]
             f = _window_min(g - work, lo)
-            if t.extra[ki][ko]:
-                _add_extras(t, ki, ko, g - work, lo, f, thresholds_of, dev)
+            if t.early[ki][ko] is not None:
+                _add_early(t, ki, ko, g - work, lo, f, thresholds_of, dev)
             np.minimum(total, f, out=total)
         out[ko] = total + work
     return out
@@ -273,19 +288,23 @@ def _window_min(v: Floats, lo: Ints) -> Floats:
 _LOG2 = np.floor(np.log2(np.maximum(np.arange(1 << 16), 1))).astype(np.int64)
 
 
-def _add_extras(t: Tables, ki: int, ko: int, v: Floats, lo: Ints, f: Floats, thresholds_of: Ints, dev: Ints) -> None:
+def _add_early(t: Tables, ki: int, ko: int, v: Floats, lo: Ints, f: Floats, thresholds_of: Ints, dev: Ints) -> None:
     """Positions below lo that fit although a later one does not; in place into f."""
-    m = v.shape[1]
-    rows = np.arange(len(v))[:, None]
-    key = t.work_s[dev] - t.codec_s[ki]
-    need = t.work_s[dev] + t.codec_s[ko] - (t.thresholds[thresholds_of] * SLACK)[:, None]
-    top = np.minimum(lo, np.arange(m))
-    for back in range(1, t.extra[ki][ko] + 1):
+    early = t.early[ki][ko]
+    if early is None:
+        return
+    top = np.minimum(lo, np.arange(v.shape[1]))
+    count = top - early[thresholds_of, dev]
+    a, q = np.nonzero(count > 0)
+    count, top = count[a, q], top[a, q]
+    d = dev[a]
+    need = t.work_s[d, q] + t.codec_s[ko, q] - t.thresholds[thresholds_of[a]] * SLACK
+    for back in range(1, int(count.max(initial=0)) + 1):
+        on = count >= back
+        a, q, d, need, count, top = a[on], q[on], d[on], need[on], count[on], top[on]
         p = top - back
-        ok = (p >= 0) & (p >= t.lo_hard[dev])
-        p = np.maximum(p, 0)
-        ok &= key[rows, p] >= need
-        np.minimum(f, np.where(ok, v[rows, p], INF), out=f)
+        ok = t.work_s[d, p] - t.codec_s[ki, p] >= need
+        f[a[ok], q[ok]] = np.minimum(f[a[ok], q[ok]], v[a[ok], p[ok]])
 
 
 def _walk_back(found: Found, a: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -96,7 +96,7 @@ class _Level:
 
 def _solve(costs: Costs, devices: Sequence[int], at: Ints, thresholds: Floats) -> tuple[Floats, list[Solution | None]]:
     """Held-Karp over subsets with cuts: F[subset][last][q] as in dp.py, every subset of a size in one call."""
-    t = dp.build(costs, thresholds, at, np.arange(len(costs.net)))
+    t = dp.build(costs, thresholds, at, np.arange(len(costs.net)))  # every device its own group
     b, m = len(thresholds), len(t.at)
     levels: list[_Level] = []
     best = np.full(b, INF)

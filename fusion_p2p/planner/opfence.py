@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,46 +30,107 @@ class Best:
     threshold_s: float
 
 
+@dataclass(frozen=True, eq=False)
+class Searched:
+    """Finalists, best first, over the whole network's device indices; the bound and fences they are judged by."""
+
+    finalists: list[Best]
+    lower_bound_s: float
+    fences: Fences
+
+
+def search(costs: Costs, *, skip: bool, local_rounds: int, pinned: tuple[int, ...] | None = None) -> Searched:
+    """Plan on the most promising devices; on more of them where those lack the memory."""
+    comps = bound.components(costs, must_use_all=not skip)
+    if not comps:
+        raise InputError("no peer offers memory for a stage; ask volunteers to raise their memory cap")
+    fences = find_fences(costs.net, costs.w.typical_cut_bytes() * costs.ladder.rungs[-1].byte_share)
+    usable = np.flatnonzero(costs.room_bytes > 0).tolist()
+    limits = [len(usable)] if not skip else sorted({min(len(usable), n) for n in (MOST_DEVICES, 160, len(usable))})
+    for limit in limits:
+        keep = sorted(_promising(costs, comps, usable, limit))
+        inner = Search(costs.subset(keep), _among(fences, keep), comps[0].bottleneck_s, skip, local_rounds, pinned)
+        found = inner.run()
+        if found:
+            return Searched([_renamed(b, keep) for b in found], comps[0].bound_s, fences)
+    raise InputError(_shortage(costs))
+
+
+def _promising(costs: Costs, comps: list[Component], usable: list[int], limit: int) -> set[int]:
+    """Devices of the best neighbourhoods and of the components with the least bounds, then the roomiest."""
+    if limit >= len(usable):
+        return set(usable)
+    keep: dict[int, None] = {}
+    sets = [c.members[: c.count + max(2, c.count // 3)] for c in comps[:2]]
+    near = bound.neighbourhoods(costs, comps[0].bottleneck_s)
+    for chosen in [*near[:1], *sets[:1], *near[1:], *sets[1:]]:
+        for d in chosen.tolist():
+            keep.setdefault(d)
+            if len(keep) >= limit:
+                return set(keep)
+    for d in sorted(usable, key=lambda d: -float(costs.room_bytes[d])):
+        if len(keep) < limit:
+            keep.setdefault(d)
+    return set(keep)
+
+
+def _among(fences: Fences, keep: list[int]) -> Fences:
+    where = {d: i for i, d in enumerate(keep)}
+    return tuple(g for f in fences if (g := tuple(where[d] for d in f if d in where)))
+
+
+def _renamed(b: Best, keep: list[int]) -> Best:
+    hosts = tuple(keep[h] for h in b.chain.hosts)
+    return replace(b, chain=replace(b.chain, hosts=hosts), order=tuple(keep[d] for d in b.order))
+
+
+def _shortage(costs: Costs) -> str:
+    room = costs.room_bytes[costs.room_bytes > 0]
+    if costs.held_bytes[-1] <= room.sum():
+        most = float(np.diff(costs.held_bytes).max())
+        return (
+            f"no plan fits: the largest atom needs {most / 2**30:.2f} GiB and the largest peer offers "
+            f"{room.max() / 2**30:.2f} GiB usable; raise memory or upload caps, or use fewer micro-batches"
+        )
+    return (
+        f"no plan fits: the model needs {costs.held_bytes[-1] / 2**30:.2f} GiB, the peers offer "
+        f"{room.sum() / 2**30:.2f} GiB usable; raise memory caps, add peers or use fewer micro-batches"
+    )
+
+
 @dataclass(eq=False)
 class Search:
-    """One planning problem. `run` gives the finalists, best first."""
+    """One planning problem over all devices of `costs`. `run` gives the finalists, best first; none if nothing fits."""
 
     costs: Costs
-    skip: bool = True
-    local_rounds: int = 12
+    fences: Fences
+    pace_s: float  # bottleneck at the lower bound
+    skip: bool
+    local_rounds: int
+    pinned: tuple[int, ...] | None  # only these positions may be cut
     finalists: int = 3
-    pinned: tuple[int, ...] | None = None  # only these positions may be cut
-    comps: list[Component] = field(init=False)
-    fences: Fences = field(init=False)
 
     def run(self) -> list[Best]:
         costs = self.costs
-        self.comps = bound.components(costs, must_use_all=not self.skip)
-        if not self.comps:
-            raise InputError("no peer offers memory for a stage; ask volunteers to raise their memory cap")
+        devices = range(len(costs.net))
+        if self.skip and len(devices) <= exact.MOST_DEVICES:
+            small = exact.best_of_all_orders(costs, devices, self._allowed())
+            ok = small is not None and small[1].fits
+            return [Best(*small, small[0].hosts, small[1].bottleneck_s)] if small is not None and ok else []
         self.group = dp.groups_of(costs)
-        self.trip, _ = bound.cheapest_hop(costs)
-        keep = self._devices()
-        self.fences = find_fences(costs.net, self._typical_bytes())
-        fences = tuple(g for f in self.fences if (g := tuple(d for d in f if d in keep)))
-        whole = costs.work_s[:, -1]
-        at = self._fine_positions()
-        if self.skip and len(keep) <= exact.MOST_DEVICES:
-            small = exact.best_of_all_orders(costs, sorted(keep), self._allowed())
-            if small is None or not small[1].fits:
-                raise InputError(self._shortage())
-            return [Best(*small, small[0].hosts, small[1].bottleneck_s)]
-        candidates = orders.candidate_orders(fences, self.trip, whole)
+        trip, _ = bound.cheapest_hop(costs)
+        candidates = orders.candidate_orders(self.fences, trip, costs.work_s[:, -1])
         if not self.skip:  # both ends of the model lie on given devices: the direction matters
             candidates = orders.distinct(o for c in candidates for o in (c, c[::-1]))
+        at = self._fine_positions()
         found = self._screen(candidates, at)
         if not found:
-            raise InputError(self._shortage())
+            return []
         found = [self._polish(b) for b in self._refine(found[: self.finalists], at)]
-        found.sort(key=lambda b: (not b.score.fits, b.score.step_s))
-        if self.local_rounds and len(keep) > 1:
+        found.sort(key=_rank)
+        if self.local_rounds:
             found = self._local(found)
-        return found
+        return [b for b in found if b.score.fits]
 
     def _allowed(self) -> Ints:
         n = self.costs.w.atoms
@@ -77,35 +138,20 @@ class Search:
             return np.array([0, *self.pinned, n], dtype=np.int64)
         return np.flatnonzero(self.costs.cut_allowed)
 
-    def _typical_bytes(self) -> float:
-        inner = self.costs.w.cut_bytes[1:-1]
-        return float(np.median(inner)) * self.costs.ladder.rungs[-1].byte_share if len(inner) else 1.0
-
-    def _devices(self) -> set[int]:
-        """Devices of the most promising components, fastest first, at most MOST_DEVICES."""
-        usable = [i for i in range(len(self.costs.net)) if self.costs.room_bytes[i] > 0]
-        if not self.skip or len(usable) <= MOST_DEVICES:
-            return set(usable)
-        keep: dict[int, None] = {}
-        for c in self.comps:
-            for d in c.members[: c.count + max(2, c.count // 3)]:
-                keep.setdefault(int(d))
-                if len(keep) >= MOST_DEVICES:
-                    return set(keep)
-        return set(keep)
-
-    # --- thresholds
-
     def _screen(self, candidates: list[orders.Order], at: Ints) -> list[Best]:
-        """Every order at a few thresholds, all hops charged the dearest codec; best chains, best first."""
-        thresholds = self.comps[0].bottleneck_s * SPREAD
-        for _ in range(8):
-            found = self._best_of(candidates, thresholds, at, relaxed=True)
-            if found:
-                return found
-            thresholds = thresholds * 3.0
-            at = self._allowed()
-        return []
+        """Every order at a few thresholds, all hops charged the dearest codec; best chains, best first.
+
+        Higher thresholds follow while nothing fits or the best is at the top, and could still pay.
+        """
+        thresholds = self.pace_s * SPREAD
+        found: list[Best] = []
+        for _ in range(12):
+            found = sorted([*self._best_of(candidates, thresholds, at, relaxed=True), *found], key=_rank)
+            top = float(thresholds[-1])
+            if found and (found[0].threshold_s < top * 0.999 or top * self.costs.m > found[0].score.step_s):
+                break
+            thresholds = thresholds * float(SPREAD[-1] / SPREAD[0])
+        return found
 
     def _best_of(
         self, candidates: list[orders.Order], thresholds: Floats, at: Ints, *, relaxed: bool = False
@@ -122,7 +168,7 @@ class Search:
             if np.isfinite(value[i, j]) and value[i, j] <= limit:
                 chain, score = self._fit(*f.chain(i * b + j), float(thresholds[j]))
                 out.append(Best(chain, score, candidates[i], float(thresholds[j])))
-        out.sort(key=lambda x: (not x.score.fits, x.score.step_s))
+        out.sort(key=_rank)
         return list({x.chain: x for x in reversed(out)}.values())[::-1]
 
     def _fit(self, hosts: tuple[int, ...], cuts: tuple[int, ...], threshold: float) -> tuple[Chain, Score]:
@@ -138,7 +184,7 @@ class Search:
         if self.costs.ladder.rungs[-1].encode_s_per_element == 0.0 or not self.skip:
             return allowed
         fastest = self.costs.work_s[:, allowed].min(axis=0)
-        near = self.comps[0].bottleneck_s / 8
+        near = self.pace_s / 8
         size = self.costs.w.cut_bytes[allowed]
         low = np.searchsorted(fastest, fastest - near)
         high = np.searchsorted(fastest, fastest + near, side="right")
@@ -156,25 +202,35 @@ class Search:
         found = (self._best_of(both, grid, at) + found)[: self.finalists]
         fine = found[0].threshold_s * np.geomspace(0.96, 1.03, 7)
         again = self._best_of(orders.distinct(b.order for b in found[:2]), fine, at)
-        return sorted([*again, *found], key=lambda b: (not b.score.fits, b.score.step_s))[: self.finalists]
+        return sorted([*again, *found], key=_rank)[: self.finalists]
 
     def _polish(self, best: Best) -> Best:
-        """Move single cuts to any allowed neighbour position while that helps."""
+        """Move the cuts beside the slowest stage or hop to allowed positions nearby while that helps."""
         allowed = self._allowed()
-        for _ in range(2):
-            before = best.score.step_s
-            for k in range(len(best.chain.cuts)):
-                here = int(np.searchsorted(allowed, best.chain.cuts[k]))
-                for p in allowed[max(1, here - 3) : here + 4]:
-                    cuts = (*best.chain.cuts[:k], int(p), *best.chain.cuts[k + 1 :])
-                    bounds = (0, *cuts, self.costs.w.atoms)
-                    if p != best.chain.cuts[k] and bounds[k] < p < bounds[k + 2]:
-                        chain, score = self._fit(best.chain.hosts, cuts, best.threshold_s)
-                        if score.fits and score.step_s < best.score.step_s * (1 - 1e-9):
-                            best = Best(chain, score, best.order, best.threshold_s)
-            if best.score.step_s >= before * (1 - 1e-4):
+        for _ in range(20):
+            chain, score = best.chain, best.score
+            pace = [*score.stage_s, *score.hop_s]
+            slowest = max(range(len(pace)), key=lambda i: pace[i])
+            at_stage = slowest < len(chain.hosts)
+            cuts = (slowest - 1, slowest) if at_stage else (slowest - len(chain.hosts),)
+            options = [self._moved(best, k, allowed) for k in cuts if 0 <= k < len(chain.cuts)]
+            better = min((b for o in options for b in o), key=lambda b: b.score.step_s, default=best)
+            if better.score.step_s >= score.step_s * (1 - 1e-9):
                 break
+            best = better
         return best
+
+    def _moved(self, best: Best, k: int, allowed: Ints) -> list[Best]:
+        """Chains with cut k at other positions nearby that fit."""
+        cuts, bounds = best.chain.cuts, best.chain.bounds(self.costs.w.atoms)
+        here = int(np.searchsorted(allowed, cuts[k]))
+        out = []
+        for p in allowed[max(1, here - 3) : here + 4].tolist():
+            if p != cuts[k] and bounds[k] < p < bounds[k + 2]:
+                chain, score = self._fit(best.chain.hosts, (*cuts[:k], p, *cuts[k + 1 :]), best.threshold_s)
+                if score.fits:
+                    out.append(Best(chain, score, best.order, best.threshold_s))
+        return out
 
     def _local(self, found: list[Best]) -> list[Best]:
         """Hill climbing over orders: move, reverse and swap runs of a fence, move single devices."""
@@ -188,14 +244,14 @@ class Search:
             thresholds = best.threshold_s * np.array([0.93, 0.98, 1.0])
             tried = self._best_of(near, thresholds, at)
             tried = [self._polish(b) for b in tried[:2]]
-            better = min(tried, key=lambda b: (not b.score.fits, b.score.step_s), default=best)
+            better = min(tried, key=_rank, default=best)
             if better.score.fits and better.score.step_s < best.score.step_s * (1 - 1e-6):
                 best, idle = better, 0
                 found = [best, *found][: self.finalists]
             elif (idle := idle + 1) == 3:
                 break
         refined = [self._polish(b) for b in self._refine([best], at)[:1]]
-        return sorted([*refined, *found], key=lambda b: (not b.score.fits, b.score.step_s))[: self.finalists]
+        return sorted([*refined, *found], key=_rank)[: self.finalists]
 
     def _short_order(self, best: Best) -> orders.Order:
         """The order without most of the devices that the chain skips: only the fastest eight of them stay."""
@@ -205,11 +261,6 @@ class Search:
         spare = sorted((d for d in best.order if d not in used), key=lambda d: float(self.costs.work_s[d, -1]))[:8]
         return tuple(d for d in best.order if d in used or d in spare)
 
-    def _shortage(self) -> str:
-        need = self.costs.held_bytes[-1]
-        have = float(self.costs.room_bytes[self.costs.room_bytes > 0].sum())
-        return (
-            f"no plan fits: the model needs {need / 2**30:.2f} GiB, the peers offer {have / 2**30:.2f} GiB usable "
-            f"(largest {self.costs.room_bytes.max() / 2**30:.2f}); "
-            "raise memory caps, add peers or use fewer micro-batches"
-        )
+
+def _rank(b: Best) -> tuple[bool, float]:
+    return not b.score.fits, b.score.step_s

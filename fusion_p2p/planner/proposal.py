@@ -14,8 +14,8 @@ from fusion_p2p.planner.durability import Durability, durability
 from fusion_p2p.planner.fences import Fences
 from fusion_p2p.planner.ladder import DENSE, Ladder, default_ladder
 from fusion_p2p.planner.network import Network
-from fusion_p2p.planner.opfence import Best, Search
-from fusion_p2p.planner.simulate import Pool, Schedule
+from fusion_p2p.planner.opfence import Best, Searched, search
+from fusion_p2p.planner.simulate import Options, Pool, Schedule, simulate
 from fusion_p2p.planner.windows import choose_windows
 from fusion_p2p.planner.workload import Workload
 
@@ -143,11 +143,10 @@ def plan(
     costs = make_costs(workload, network, micro_batches=micro_batches, ladder=ladder, tau=tau, constraints=constraints)
     limits = constraints or Constraints()
     pinned = limits.pinned_cuts
-    search = Search(costs, skip=allow_skip, local_rounds=12 if local_search else 0, pinned=pinned)
-    found = search.run()
+    found = search(costs, skip=allow_skip, local_rounds=12 if local_search else 0, pinned=pinned)
     if pinned is not None:
-        found = [_spread(costs, b, pinned) for b in found]
-    return finish(costs, found, search, limits)
+        found = replace(found, finalists=[_spread(costs, b, pinned) for b in found.finalists])
+    return finish(costs, found, limits)
 
 
 def make_costs(
@@ -172,18 +171,17 @@ def make_costs(
     return Costs(workload, network, micro_batches, ladder, limits.in_flight)
 
 
-def finish(costs: Costs, found: list[Best], search: Search, limits: Constraints) -> Proposal:
+def finish(costs: Costs, searched: Searched, limits: Constraints) -> Proposal:
     """Simulate the finalists, keep the fastest, choose windows, marks and buddies, and explain."""
     from fusion_p2p.planner.explain import reasons
 
-    best: tuple[float, Best, tuple[int, ...], Schedule] | None = None
-    for b in found[:3]:
-        windows, schedule = choose_windows(costs, b.chain, b.score, shared_nic=limits.shared_nic, pools=limits.pools)
-        if best is None or schedule.step_s < best[0]:
-            best = (schedule.step_s, b, windows, schedule)
-    if best is None:
-        raise InputError("no plan was found")
-    _, b, windows, schedule = best
+    options = Options(shared_nic=limits.shared_nic, pools=limits.pools)
+    different = {
+        round(b.score.step_s, 6): b for b in reversed(searched.finalists)
+    }  # equal devices swapped: simulate one
+    free = [(simulate(costs, b.chain, options), b) for b in different.values()]
+    schedule, b = min(free, key=lambda x: x[0].step_s)
+    windows, schedule = choose_windows(costs, b.chain, b.score, schedule, options)
     proposal = Proposal(
         workload=costs.w,
         network=costs.net,
@@ -192,8 +190,8 @@ def finish(costs: Costs, found: list[Best], search: Search, limits: Constraints)
         score=b.score,
         schedule=schedule,
         windows=windows,
-        lower_bound_s=search.comps[0].bound_s,
-        fences=search.fences,
+        lower_bound_s=searched.lower_bound_s,
+        fences=searched.fences,
         durability=durability(costs, b.chain, b.score),
     )
     return replace(proposal, reasons=reasons(proposal))

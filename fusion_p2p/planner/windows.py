@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from fusion_p2p.planner.costs import Chain, Costs, Score
-from fusion_p2p.planner.simulate import Options, Pool, Schedule, simulate
+from fusion_p2p.planner.simulate import Options, Schedule, simulate
 
+Windows = tuple[tuple[int, ...], Schedule]
 LOSS = 0.01  # of the step time, that bounding what is in flight may cost
 
 
-def choose_windows(
-    costs: Costs, chain: Chain, score: Score, *, shared_nic: bool = False, pools: tuple[Pool, ...] = ()
-) -> tuple[tuple[int, ...], Schedule]:
-    """(window per stage, the step's schedule under them). First guess: what is downstream, over the pace."""
-    free = simulate(costs, chain, Options(shared_nic=shared_nic, pools=pools))
+def choose_windows(costs: Costs, chain: Chain, score: Score, free: Schedule, options: Options) -> Windows:
+    """(window per stage, the step's schedule under them), from `free`, the schedule without bounds.
+
+    First guess: the seconds of what is downstream over the pace, plus half for what waits.
+    """
     trips = _downstream_s(costs, chain, score)
-    for factor in (1.0, 1.5, 2.0, 3.0):
+    for factor in (1.5, 3.0):
         windows = tuple(min(costs.m, math.ceil(factor * t / score.bottleneck_s) + 1) for t in trips)
-        limited = simulate(costs, chain, Options(windows=windows, shared_nic=shared_nic, pools=pools))
+        limited = simulate(costs, chain, replace(options, windows=windows))
         if limited.step_s <= free.step_s * (1 + LOSS):
             return windows, limited
     return (costs.m,) * len(chain.hosts), free

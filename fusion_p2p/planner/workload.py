@@ -68,6 +68,11 @@ class Workload:
                 f"workload {self.name}: {name}[{bad[0]}] is {a[bad[0]]}; it must be finite and not negative"
             )
 
+    def typical_cut_bytes(self) -> float:
+        """Median dense bytes across an inner position; 1 if there is none."""
+        inner = self.cut_bytes[1:-1]
+        return float(np.median(inner)) if len(inner) else 1.0
+
     def cut_allowed(self) -> npt.NDArray[np.bool_]:
         """Boolean (n+1,): whether a stage may begin at each position; inner positions of tied groups may not."""
         ok = np.ones(self.atoms + 1, dtype=bool)

@@ -1,4 +1,4 @@
-"""Admission: what a volunteer checks of an OP-DAG from a stranger before anything is allocated or run (DESIGN section 4).
+"""Admission: what a volunteer checks of an OP-DAG from a stranger before anything is allocated or run.
 
 Bytes, then structure, then arguments, then declared sizes, and only then shape propagation, which must agree. A
 refused graph has cost no more than its own decoded size.
@@ -25,7 +25,7 @@ NAME_MAX = 512
 
 
 class Caps(msgspec.Struct, frozen=True, kw_only=True):
-    """What a volunteer takes on. Bytes and FLOPs are of one micro-batch of `batch` samples, the whole graph, forward."""
+    """What a volunteer takes on; bytes and FLOPs are those of the whole graph's forward for `batch` samples."""
 
     data_bytes: int = 8 << 20  # the encoded graph
     nodes: int = 50_000
@@ -84,7 +84,7 @@ def check_dag(dag: OpDag, caps: Caps) -> None:
 
 
 def _check_values(dag: OpDag, caps: Caps) -> None:
-    """Each declared shape is sane at one sample and at the largest micro-batch, so at every size between (it is linear)."""
+    """Each declared shape is sane at one sample and at the largest micro-batch, so (being linear) at all between."""
     for i, spec in enumerate(dag.values):
         if spec.dtype not in DTYPES:
             raise AdmissionError(f"value {i} has dtype {spec.dtype[:40]!r}, which is none of {', '.join(DTYPES)}")
@@ -136,9 +136,14 @@ def _check_ssa(dag: OpDag) -> None:
             raise AdmissionError(f"{what} defines value {vid} a second time")
         defined[vid] = 1
 
-    for group in (dag.inputs, dag.params, dag.buffers, dag.consts):
-        for item in group:
-            define(item.value, type(item).__name__.lower())
+    for what, ids in (
+        ("an input", [i.value for i in dag.inputs]),
+        ("a parameter", [p.value for p in dag.params]),
+        ("a buffer", [b.value for b in dag.buffers]),
+        ("a constant", [c.value for c in dag.consts]),
+    ):
+        for vid in ids:
+            define(vid, what)
     sites: set[int] = set()
     for index, node in enumerate(dag.nodes):
         for vid in _refs(node):
@@ -248,8 +253,8 @@ def _check_arguments(dag: OpDag) -> None:
 
 
 def _check_costs(dag: OpDag, caps: Caps) -> None:
-    held = [*dag.params, *dag.buffers, *dag.inputs]
-    total = sum(cost.spec_bytes(dag.values[h.value], caps.batch) for h in held)
+    held = [p.value for p in dag.params] + [b.value for b in dag.buffers] + [i.value for i in dag.inputs]
+    total = sum(cost.spec_bytes(dag.values[v], caps.batch) for v in held)
     flops = 0
     for index, node in enumerate(dag.nodes):
         workspace = cost.workspace_bytes(node, dag.values, caps.batch)

@@ -17,6 +17,7 @@ from fusion_p2p import canonical, prepass, selfcheck
 from fusion_p2p.errors import CaptureError, InputError
 from fusion_p2p.ir import OpDag
 from fusion_p2p.merge import Tied, merge
+from fusion_p2p.modes import combine
 from fusion_p2p.propagate import ShapeError, propagate
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -198,19 +199,26 @@ def capture(model: torch.nn.Module, example_batch: Any, *, loss: Loss | None = N
     tensors = batches.flatten(example)
     size = max(2, batches.samples(tensors))
     selfcheck.refuse_hooks(model)
-    raws = []
-    for n in (size, size + 1):
+
+    def exported(n: int, training: bool) -> canonical.Raw:
         work = selfcheck.copied(model)
         wrapped = _WithLoss(work, loss, example, list(tensors))
-        with train_mode(work), selfcheck.own_randomness(n), selfcheck.no_dice():
-            raws.append(_export(wrapped, batches.resize(tensors, n)))
+        mode = train_mode(work) if training else contextlib.nullcontext(work.eval())
+        with mode, selfcheck.own_randomness(n), selfcheck.no_dice():
+            return _export(wrapped, batches.resize(tensors, n))
+
+    raws = [exported(n, True) for n in (size, size + 1)]
+    nodes = len(raws[0].nodes)
+    combine(raws[0], exported(size, False))
+    if len(raws[0].nodes) > nodes:
+        combine(raws[1], exported(size + 1, False))
     opdag = merge(raws[0], raws[1], size, list(tensors), tied_names(model), model)
     _check_linear(opdag, size)
 
     def step(module: torch.nn.Module, batch: Any) -> torch.Tensor:
         return loss_of(call_model(module, batch), batch, loss)
 
-    check = selfcheck.SelfCheck(model, step, example, opdag, raws[0].draws, seed)
+    check = selfcheck.SelfCheck(model, step, example, opdag, raws[0], seed)
     checks = check.run(size, train_mode)
     state = _state(model, opdag)
     report = _report(opdag, state, checks)

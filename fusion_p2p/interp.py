@@ -72,7 +72,9 @@ def _is_tensor_list(a: Arg) -> bool:
     return isinstance(a, ListArg) and any(isinstance(i, Ref) for i in a.items)
 
 
-def _prepare(node: Node, dead: tuple[int, ...], batch: int) -> _Call:
+def _prepare(node: Node, dead: tuple[int, ...], batch: int, training: bool) -> _Call:
+    if node.op == BY_MODE:
+        node = Node(op=node.op, args=node.args[:1] if training else node.args[1:], kwargs={}, outs=node.outs, site=0)
     op = OPS[node.op]
     args: list[Any] = []
     slots: list[tuple[int, int]] = []
@@ -110,6 +112,7 @@ def _prepare(node: Node, dead: tuple[int, ...], batch: int) -> _Call:
     )
 
 
+BY_MODE = "fusion.by_mode"  # (value in training, value in eval)
 _MANY = words(
     "aten.split.Tensor aten.split_with_sizes aten.unbind.int aten.broadcast_tensors aten.max.dim aten.min.dim "
     "aten.cummax aten.cummin aten.topk aten.sort aten.max_pool2d_with_indices aten.adaptive_max_pool2d "
@@ -122,12 +125,31 @@ def returns_many(op: str) -> bool:
     return op in _MANY
 
 
-def _last_uses(nodes: Sequence[Node], keep: frozenset[int]) -> list[tuple[int, ...]]:
+def _reads(node: Node, training: bool) -> list[int]:
+    """What the node reads in this mode."""
+    if node.op == BY_MODE:
+        return refs(node.args[:1] if training else node.args[1:])
+    return refs(node.args) + refs(node.kwargs)
+
+
+def _of_mode(nodes: tuple[Node, ...], keep: frozenset[int], training: bool) -> tuple[Node, ...]:
+    """The nodes that `keep` needs in this mode; all of them where both modes run the same."""
+    if not any(n.op == BY_MODE for n in nodes):
+        return nodes
+    needed, live = set(keep), []
+    for node in reversed(nodes):
+        if needed.intersection(node.outs):
+            needed.update(_reads(node, training))
+            live.append(node)
+    return tuple(reversed(live))
+
+
+def _last_uses(nodes: Sequence[Node], keep: frozenset[int], training: bool) -> list[tuple[int, ...]]:
     """Per node, the values no later node reads and nobody keeps."""
     seen: set[int] = set(keep)
     dead: list[tuple[int, ...]] = []
     for node in reversed(nodes):
-        touched = dict.fromkeys(refs(node.args) + refs(node.kwargs) + [o for o in node.outs if o >= 0])
+        touched = dict.fromkeys(_reads(node, training) + [o for o in node.outs if o >= 0])
         dead.append(tuple(i for i in touched if i not in seen))
         seen.update(touched)
     dead.reverse()
@@ -139,19 +161,21 @@ class Program:
 
     def __init__(self, nodes: Sequence[Node], keep: Iterable[int] | None = None) -> None:
         self._nodes = tuple(nodes)
-        if keep is None:
-            self._dead: list[tuple[int, ...]] = [()] * len(self._nodes)
-        else:
-            self._dead = _last_uses(self._nodes, frozenset(keep))
-        self._calls: dict[int, list[_Call]] = {}
+        self._keep = None if keep is None else frozenset(keep)
+        self._calls: dict[tuple[int, bool], list[_Call]] = {}
 
-    def _at(self, batch: int) -> list[_Call]:
-        calls = self._calls.get(batch)
+    def _at(self, batch: int, training: bool) -> list[_Call]:
+        calls = self._calls.get((batch, training))
         if calls is None:
             if len(self._calls) >= 8:  # the sizes of a run are few: the usual one and the last, smaller one
                 self._calls.clear()
-            calls = [_prepare(n, d, batch) for n, d in zip(self._nodes, self._dead, strict=True)]
-            self._calls[batch] = calls
+            nodes = self._nodes
+            dead: list[tuple[int, ...]] = [()] * len(nodes)
+            if self._keep is not None:
+                nodes = _of_mode(self._nodes, self._keep, training)
+                dead = _last_uses(nodes, self._keep, training)
+            calls = [_prepare(n, d, batch, training) for n, d in zip(nodes, dead, strict=True)]
+            self._calls[batch, training] = calls
         return calls
 
     def __call__(self, env: Env, *, batch: int, training: bool, rng: RngKey, device: torch.device = _CPU) -> None:
@@ -160,7 +184,7 @@ class Program:
         `batch` is the number of samples of this micro-batch. Raises whatever an operator raises.
         """
         ctx = Ctx(training, rng, device)
-        for c in self._at(batch):
+        for c in self._at(batch, training):
             args = c.args.copy()
             for pos, vid in c.slots:
                 args[pos] = env[vid]

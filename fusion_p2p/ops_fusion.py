@@ -212,6 +212,11 @@ def scalar_tensor(ctx: Ctx, value: float, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((), value, dtype=dtype, device=ctx.device)
 
 
+def by_mode(*values: torch.Tensor) -> torch.Tensor:
+    """(value in training, value in eval); the interpreter passes only the one that its mode takes."""
+    return values[0]
+
+
 OWN: Mapping[str, Callable[..., Any]] = {
     "aten.arange": arange,
     "aten.eye": eye,
@@ -224,6 +229,7 @@ OWN: Mapping[str, Callable[..., Any]] = {
     "fusion.batch_norm_local": batch_norm_local,
     "fusion.bernoulli": bernoulli,
     "fusion.bernoulli_like": bernoulli_like,
+    "fusion.by_mode": by_mode,
     "fusion.detach": detach,
     "fusion.dropout": dropout,
     "fusion.feature_alpha_dropout": feature_alpha_dropout,
@@ -233,7 +239,7 @@ OWN: Mapping[str, Callable[..., Any]] = {
     "fusion.randn": randn,
     "fusion.sdpa": sdpa,
 }
-NO_CTX = frozenset({"fusion.detach", "fusion.batch_norm_frozen", "fusion.batch_norm_local"})
+NO_CTX = frozenset({"fusion.by_mode", "fusion.detach", "fusion.batch_norm_frozen", "fusion.batch_norm_local"})
 DROPOUTS = words(  # identity in eval: they draw in training only
     "fusion.alpha_dropout fusion.dropout fusion.feature_alpha_dropout fusion.feature_dropout fusion.sdpa"
 )

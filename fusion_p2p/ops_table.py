@@ -301,6 +301,7 @@ fusion.batch_norm_frozen(x:T, weight:T?, bias:T?, running_mean:T, running_var:T,
 fusion.batch_norm_local(x:T, weight:T?, bias:T?, eps:F) norm
 fusion.bernoulli(prob:T) seeded
 fusion.bernoulli_like(x:T, p:F) seeded
+fusion.by_mode(train:T, eval:T) view
 fusion.detach(x:T) view
 fusion.dropout(x:T, p:F) seeded
 fusion.feature_alpha_dropout(x:T, p:F) seeded

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusion_p2p import seeded
 from fusion_p2p.canonical import Draw
 from fusion_p2p.errors import CaptureError
-from fusion_p2p.ops_fusion import DROPOUTS
 from fusion_p2p.seeded import RngKey
 
 _ATEN = torch.ops.aten
@@ -67,7 +66,7 @@ def _fill_rand(mode: SeededRandom, x: torch.Tensor) -> torch.Tensor:
 
 
 def _randint(mode: SeededRandom, *args: Any, func: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
-    x = func(*args, **kwargs)
+    x: torch.Tensor = func(*args, **kwargs)
     bounds = [a for a in args if isinstance(a, int)]
     low, high = (0, bounds[0]) if len(bounds) == 1 else bounds[:2]
     drawn = seeded.randint(mode.key, mode.next_site(x.shape), tuple(x.shape), low, high, x.dtype)
@@ -102,10 +101,10 @@ class SeededRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     draw is recognised by the state of torch's generator, which each draw moves.
     """
 
-    def __init__(self, draws: Sequence[Draw], key: RngKey, training: bool) -> None:
+    def __init__(self, draws: Sequence[Draw], key: RngKey) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.key = key
-        self._draws = [d for d in draws if training or d.op not in DROPOUTS]
+        self._draws = draws
         self._taken = 0
         self._seen: dict[bytes, int] = {}
 
@@ -117,7 +116,7 @@ class SeededRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._taken >= len(self._draws):
             raise CaptureError(
                 f"forward draws {len(self._draws) + 1} or more random tensors (last of shape {tuple(shape)}), but the "
-                f"captured graph {len(self._draws)}; draw in the same way in train and eval mode, and on every call"
+                f"captured graph {len(self._draws)}; draw in the same way on every call"
             )
         site = self._seen[state] = self._draws[self._taken].site
         self._taken += 1
@@ -128,7 +127,7 @@ class SeededRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._taken != len(self._draws):
             raise CaptureError(
                 f"forward draws {self._taken} random tensors, but the captured graph {len(self._draws)}; draw in the "
-                "same way in train and eval mode, and on every call"
+                "same way on every call"
             )
 
     def __torch_dispatch__(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from fusion_p2p import batch as batches
-from fusion_p2p.canonical import Draw
+from fusion_p2p.canonical import Raw
 from fusion_p2p.errors import CaptureError
 from fusion_p2p.interp import Program
 from fusion_p2p.ir import OpDag
@@ -93,15 +93,13 @@ def no_dice() -> Iterator[None]:
 class SelfCheck:
     """Compares `model` with `opdag` over several micro-batches. `step(model, batch)` gives the module's loss."""
 
-    def __init__(
-        self, model: torch.nn.Module, step: Step, example: Any, opdag: OpDag, draws: Sequence[Draw], seed: int
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, step: Step, example: Any, opdag: OpDag, raw: Raw, seed: int) -> None:
         self._model = copied(model)
         self._step = step
         self._example = example
         self._tensors = batches.flatten(example)
         self._dag = opdag
-        self._draws = draws
+        self._draws, self._eval_draws = raw.draws, raw.eval_draws
         self._seed = seed
         updates = [b.update for b in opdag.buffers if b.update is not None]
         self._program = Program(opdag.nodes, keep={opdag.loss, *updates})
@@ -156,7 +154,7 @@ class SelfCheck:
         batch, tensors = self._batch(count, key.micro_batch + key.step)
         model = self._model
         model.zero_grad(set_to_none=True)
-        with own_randomness(hash(key) & 0xFFFFFFFF), SeededRandom(self._draws, key, True) as mode:
+        with own_randomness(hash(key) & 0xFFFFFFFF), SeededRandom(self._draws, key) as mode:
             with no_dice():
                 theirs = self._step(model, batch)
             if theirs.requires_grad:
@@ -177,7 +175,7 @@ class SelfCheck:
 
     def _eval_step(self, ours: _Side, key: RngKey) -> None:
         batch, tensors = self._batch(2, 1)
-        with own_randomness(1), SeededRandom(self._draws, key, False) as mode, no_dice():
+        with own_randomness(1), SeededRandom(self._eval_draws, key) as mode, no_dice():
             theirs = self._step(self._model, batch).detach()
         mode.finish()
         loss, _ = self._interpret(ours, tensors, 2, key, False)
@@ -241,7 +239,7 @@ class SelfCheck:
 
 _CAUSES = (
     "usual causes: hooks, a buffer assigned instead of updated in place, a custom autograd.Function, a Python counter "
-    "or random number, a branch on self.training that is no dropout or batch norm"
+    "or random number"
 )
 
 

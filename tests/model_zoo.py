@@ -1,4 +1,4 @@
-"""The survey: every kind of model that must capture exactly, and every kind that must be refused, each as small as can be.
+"""The survey: every kind of model that must capture exactly, and every kind that must be refused, all tiny.
 
 `python -m tests.model_zoo` writes `fusion_p2p/SUPPORT.md` from these two tables.
 """

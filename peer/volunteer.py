@@ -103,9 +103,12 @@ class Volunteer:
         self.sessions[run] = session
 
     def part(self, session: Session) -> None:
-        """The stream ended; the stages stay for the lease, and send nothing until a trainer is back."""
-        if self.sessions.get(session.spec.run) is session:
-            del self.sessions[session.spec.run]
+        """The stream ended. Stages stay for the lease and send nothing meanwhile; without any, the run is over here."""
+        run = session.spec.run
+        if self.sessions.get(run) is session:
+            del self.sessions[run]
+            if not any(r == run for r, _ in self.stages):
+                self.leases.end(run)
 
     def have_opdags(self) -> tuple[str, ...]:
         return tuple(sorted(p.name for p in self._opdags.iterdir() if len(p.name) == 64))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -18,56 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.cluster.volunteer_process import Peer
+
 pytestmark = pytest.mark.timeout(120)
-
-
-class Peer:
-    """`fusion-peer join` with its JSON lines."""
-
-    def __init__(self, home: Path, *arguments: str) -> None:
-        self.home = home
-        self._lines, write_end = os.pipe()
-        self._buffer = b""
-        home.mkdir(exist_ok=True)
-        self.log = home / "log.txt"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable, "-m", "peer.cli_peer", "join", *arguments, "--loopback", "--home", str(home),
-                    "--threads", "1", "--memory", "1GiB", "--ready-fd", str(write_end),
-                ],
-                pass_fds=(write_end,), stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
-        os.close(write_end)
-
-    def event(self, name: str, timeout_s: float = 60.0) -> dict[str, Any]:
-        """The next JSON line, which must be this event."""
-        end = time.monotonic() + timeout_s
-        while b"\n" not in self._buffer:
-            readable, _, _ = select.select([self._lines], [], [], max(0.0, end - time.monotonic()))
-            data = os.read(self._lines, 4096) if readable else b""
-            assert data, f"no {name!r}: {self.log.read_text()}"
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        found = json.loads(line)
-        assert found["event"] == name
-        return dict(found)
-
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def end(self, number: int = signal.SIGTERM, timeout_s: float = 10.0) -> int:
-        """Signal it; its exit code within the promised 10 s."""
-        self.process.send_signal(number)
-        return self.process.wait(timeout_s)
-
-    def close(self) -> None:
-        os.close(self._lines)
-        with contextlib.suppress(psutil.Error):
-            left = self.children() if self.process.poll() is None else []
-            for process in [psutil.Process(self.process.pid), *left] if self.process.poll() is None else []:
-                process.kill()
-        self.process.wait()
 
 
 def cli(*arguments: str, home: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -36,6 +36,9 @@ Kbps = Annotated[int, Meta(ge=0, le=1 << 40)]  # kilobits per second; 0: not mea
 Micros = Annotated[int, Meta(ge=0, le=1 << 32)]  # round trip in microseconds
 
 
+Point = Annotated[tuple[float, ...], Meta(max_length=3)]  # see dht.coordinates; () unknown
+
+
 class LinkFigure(msgspec.Struct, frozen=True, array_like=True):
     """What the publisher measured towards `peer`. Rates are kbit/s, 0 where not measured; `age_s` of the rates."""
 
@@ -45,15 +48,16 @@ class LinkFigure(msgspec.Struct, frozen=True, array_like=True):
     down_kbps: Kbps = 0
     age_s: Annotated[int, Meta(ge=0, le=1 << 32)] = 0
     relayed: bool = False
+    fence: Annotated[bytes, Meta(max_length=8)] = b""  # of `peer`, as it said itself
 
 
 class LinksRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="links"):
-    """Measured links of one peer, and its network coordinate (Vivaldi: milliseconds; the last one is the height)."""
+    """Measured links of one peer, and its network coordinate."""
 
     peer: PeerText
     fence: Annotated[str, Meta(min_length=1, max_length=32)]
     links: Annotated[tuple[LinkFigure, ...], Meta(max_length=MAX_LINKS)] = ()
-    coordinate: Annotated[tuple[float, ...], Meta(max_length=4)] = ()
+    coordinate: Point = ()
     error: Annotated[float, Meta(ge=0, le=100)] = 1.0  # the coordinate's relative error
     published: Seconds = 0.0
 
@@ -84,7 +88,7 @@ class Nominee(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FenceRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="fence"):
-    """A leader's lease on a fence. `published` + LEASE_S is its end; `resigned_to` names the fence it merges into."""
+    """A leader's lease on a fence. `published` + LEASE_S is its end; `resigned_to` names the leader it merges under."""
 
     fence: FenceId
     leader: PeerText
@@ -96,7 +100,7 @@ class FenceRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, ta
     spares: Annotated[tuple[PeerText, ...], Meta(max_length=MAX_SPARES)] = ()
     nominees: Annotated[tuple[Nominee, ...], Meta(max_length=MAX_NOMINEES)] = ()
     probe_slot_s: Annotated[float, Meta(ge=0.5, le=3600)] = 2.0  # see `probe_turn`
-    resigned_to: Annotated[str, Meta(max_length=16)] = ""
+    resigned_to: Annotated[str, Meta(max_length=64)] = ""
     published: Seconds = 0.0
 
 
@@ -108,7 +112,21 @@ class FenceHead(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=
     term: Count
     score: Score
     members: Count
+    coordinate: Point = ()  # the leader's
     published: Seconds = 0.0
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
+    """What a peer says of itself when pinged; hearsay about others is only a hint whom to ping next."""
+
+    fence: Annotated[str, Meta(max_length=16)] = ""
+    leader: Annotated[str, Meta(max_length=64)] = ""
+    term: Count = 0
+    score: Score = 0
+    members: Count = 0  # of its fence, as its leader says
+    near: Annotated[tuple[PeerText, ...], Meta(max_length=4)] = ()
+    coordinate: Point = ()
+    error: Annotated[float, Meta(ge=0, le=100)] = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

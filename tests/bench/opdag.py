@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusion_p2p.admit import admit
 from fusion_p2p.capture import Captured, capture
 from fusion_p2p.compute import Compute, MicroBatch
+from fusion_p2p.errors import AdmissionError
 from fusion_p2p.seeded import RngKey
 from fusion_p2p.split import split
 from fusion_p2p.workload import atoms
@@ -137,10 +139,12 @@ def capture_time(quick: bool) -> Iterator[Row]:
 
 
 def admission_time(raw: bytes) -> Iterator[Row]:
-    from fusion_p2p.admit import admit
-
     start = time.perf_counter()
-    admit(raw)
+    try:
+        admit(raw)
+    except AdmissionError as error:
+        yield Row(f"admission of {len(raw)} bytes", str(error), "admitted", False)
+        return
     yield at_most(f"admission of {len(raw)} bytes", time.perf_counter() - start, 1, " s")
 
 

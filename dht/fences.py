@@ -89,6 +89,7 @@ class FenceMachine:
         self._resigned: FenceRecord | None = None
         self._reason = ""
         self._now = self._entered = float("-inf")
+        self._beat = Beat(score=score)
 
     @property
     def leading(self) -> bool:
@@ -97,7 +98,10 @@ class FenceMachine:
     # --- what others are told
 
     def beat(self) -> Beat:
-        """The answer to a ping."""
+        """The answer to a ping, as of the last round."""
+        return self._beat
+
+    def _new_beat(self) -> Beat:
         own = self.sights.own
         return Beat(
             fence=self.fence,
@@ -228,6 +232,7 @@ class FenceMachine:
             self._as_member(now)
         else:
             self._as_newcomer(now)
+        self._beat = self._new_beat()
         return self._stand(now)
 
     def _as_newcomer(self, now: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dht.identity import public_key_of
 _key_of = functools.lru_cache(4096)(public_key_of)
 
 MAX_SIGHTS = 48
+_SLACK = 16  # above it, so that the table is put in order now and then only
 FORGET_S = 600.0
 PIECE_BYTES = 128 << 10  # what a distance adds to the round trip: the time for one chunk of a tensor stream
 FLOOR_S = 2e-3  # distances below this are all alike: one local network
@@ -78,7 +80,8 @@ class Sights:
                 self.hints[hint] = None
         while len(self.hints) > MAX_SIGHTS:
             del self.hints[next(iter(self.hints))]
-        self._shrink(now)
+        if len(self.table) > MAX_SIGHTS + _SLACK:
+            self._shrink(now)
 
     def missed(self, peer: str) -> None:
         """A ping was not answered."""
@@ -102,8 +105,7 @@ class Sights:
 
     def nearest(self, count: int) -> list[Sight]:
         """By round trip, those that answered last time."""
-        alive = [s for s in self.table.values() if s.misses == 0]
-        return sorted(alive, key=lambda s: (s.rtt_s, s.peer))[:count]
+        return heapq.nsmallest(count, [s for s in self.table.values() if s.misses == 0], key=_by_rtt)
 
     def predicted_rtt_s(self, coordinate: tuple[float, ...]) -> float:
         """To a peer at a published coordinate; 0 if it published none (then it is worth a ping)."""
@@ -129,8 +131,6 @@ class Sights:
     def _shrink(self, now: float) -> None:
         for peer in [p for p, s in self.table.items() if now - s.heard_at > FORGET_S]:
             del self.table[peer]
-        if len(self.table) <= MAX_SIGHTS:
-            return
         near = {s.peer for s in self.nearest(MAX_SIGHTS // 3)}
         leaders = sorted((s for s in self.table.values() if s.leading), key=lambda s: s.rtt_s)[: MAX_SIGHTS // 3]
         keep = near | {s.peer for s in leaders}
@@ -139,6 +139,10 @@ class Sights:
                 return
             if s.peer not in keep:
                 del self.table[s.peer]
+
+
+def _by_rtt(sight: Sight) -> tuple[float, str]:
+    return sight.rtt_s, sight.peer
 
 
 def kbps(bytes_per_s: float) -> int:

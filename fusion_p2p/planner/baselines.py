@@ -33,15 +33,14 @@ def random_equal_compute(costs: Costs, seed: int) -> Solution:
 
 def published(costs: Costs, seed: int = 0) -> Solution:
     """OP-Fence as published: Louvain communities one after the other, every device, FLOP in proportion to speed."""
-    order = [d for f in louvain(costs.net, seed) for d in f]
+    order = _fenced(costs, seed)
     speed = np.array([1.0 / costs.work_s[d, -1] for d in order])
     return _chain(costs, order, costs.w.forward_flops + costs.w.backward_flops, speed)
 
 
 def network_only(costs: Costs, seed: int = 0) -> Solution:
     """The fences' order with equal stages: what knowing only the network gives."""
-    order = [d for f in louvain(costs.net, seed) for d in f]
-    return _chain(costs, order, costs.w.forward_flops + costs.w.backward_flops, None)
+    return _chain(costs, _fenced(costs, seed), costs.w.forward_flops + costs.w.backward_flops, None)
 
 
 def published_adatopk(costs: Costs, chain: Chain, ratio: float = 100.0) -> Solution:
@@ -60,6 +59,16 @@ def cheap_cuts(costs: Costs) -> Ints:
     size = costs.w.cut_bytes[inner]
     out: Ints = inner[size <= np.median(size) * (1 + 1e-9)]
     return out
+
+
+def _fenced(costs: Costs, seed: int) -> list[int]:
+    """Louvain says neither in which sequence the communities come nor their peers: both are drawn."""
+    rng = random.Random(seed)
+    fences = [[d for d in f if costs.net.devices[d].accepts] for f in louvain(costs.net, seed)]
+    rng.shuffle(fences)
+    for f in fences:
+        rng.shuffle(f)
+    return [d for f in fences for d in f]
 
 
 def _shuffled(costs: Costs, seed: int) -> list[int]:

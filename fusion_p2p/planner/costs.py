@@ -5,6 +5,7 @@ step = one micro-batch's round trip + (M - 1) x the slowest of (stage forward + 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,6 +78,15 @@ class Costs:
         self.both_latency_s = lat + lat.T
         caps = [d.upload_bytes_per_step for d in net.devices]
         self.upload_bytes = np.array([INF if c is None else c for c in caps])
+
+    def with_slower_links(self, factor: float) -> Costs:
+        """The same problem with every bandwidth divided by `factor`."""
+        other = copy.copy(self)
+        other.forward_s_per_byte = self.forward_s_per_byte * factor
+        other.backward_s_per_byte = self.backward_s_per_byte * factor
+        other.slow_s_per_byte = self.slow_s_per_byte * factor
+        other.both_s_per_byte = self.both_s_per_byte * factor
+        return other
 
     def subset(self, keep: list[int]) -> Costs:
         """The same problem on these devices only, in this order."""

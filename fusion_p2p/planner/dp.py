@@ -70,6 +70,7 @@ class Tables:
     hop_s: tuple[Floats, ...]  # per class: (B, G, G, U), from group g to group e, indexed [b, e, g, u]
     codec_s: Floats  # (K, m) seconds each end pays for a hop of class k at a position
     lo: tuple[tuple[Ints, ...], ...]
+    spans: tuple[tuple[tuple[Ints, Ints], ...], ...]  # lo as places in `_sparse`
     early: tuple[tuple[Ints | None, ...], ...]
     lo_hard: Ints  # (D, m): memory
     classes: tuple[int, ...]  # classes that any hop uses
@@ -101,7 +102,8 @@ def build(
     classes = tuple(k for k in range(len(codec)) if np.isfinite(hop[k]).any())
     hard = _memory_lo(costs, at)
     lo, early = _windows(work, codec, thresholds, hard, classes)
-    return Tables(at, thresholds, work, group, member, size_of, hop, codec, lo, early, hard, classes)
+    spans = tuple(tuple(_spans(x, len(at)) for x in row) for row in lo)
+    return Tables(at, thresholds, work, group, member, size_of, hop, codec, lo, spans, early, hard, classes)
 
 
 def _pair_matrix(a: Floats, group: Ints, member: Ints) -> Floats:
@@ -159,7 +161,7 @@ def _windows(
         row_early: list[Ints | None] = []
         for ko in range(k_all):
             if not {ki, ko} <= ({0} | set(classes)):
-                row.append(np.zeros((0, 0, 0), dtype=np.int64))
+                row.append(np.zeros((1, 1, m), dtype=np.int64))
                 row_early.append(None)
                 continue
             key = work - codec[ki]
@@ -252,48 +254,56 @@ def advance(t: Tables, enter: dict[int, Floats], dev: Ints, thresholds_of: Ints)
     """Place a stage of dev[a] after entering at every position: enter[k] (A, m) by hop class -> F[k] (A, m)."""
     work = t.work_s[dev]
     out: dict[int, Floats] = {}
+    rows = np.arange(len(work))[:, None]
+    tables = {ki: _sparse(g - work) for ki, g in enter.items()}
     for ko in sorted({0, *t.classes}):
         total = np.full(work.shape, INF)
-        for ki, g in enter.items():
-            lo = t.lo[ki][ko][thresholds_of, dev]
-            f = _window_min(g - work, lo)
-            if t.early[ki][ko] is not None:
-                _add_early(t, ki, ko, g - work, lo, f, thresholds_of, dev)
+        for ki, table in tables.items():
+            first, second = t.spans[ki][ko]
+            f: Floats = np.minimum(table[rows, first[thresholds_of, dev]], table[rows, second[thresholds_of, dev]])
+            _add_early(t, ki, ko, table, f, thresholds_of, dev)
             np.minimum(total, f, out=total)
         out[ko] = total + work
     return out
 
 
-def _window_min(v: Floats, lo: Ints) -> Floats:
-    """out[a, q] = min of v[a, lo[a, q] : q], INF where empty: a sparse table of powers of two."""
-    a, m = v.shape
-    levels = [v]
-    width = 1
-    while width * 2 <= m:
-        prev = levels[-1]
-        nxt = prev.copy()
-        np.minimum(prev[:, :-width], prev[:, width:], out=nxt[:, : m - width])
-        levels.append(nxt)
-        width *= 2
-    table = np.stack(levels).ravel()
+def _spans(lo: Ints, m: int) -> tuple[Ints, Ints]:
+    """Two places in a row of `_sparse` whose lesser entry is the minimum over [lo[..., q], q); INF's if empty."""
     q = np.arange(m)
     span = q - lo
-    level = _LOG2[np.maximum(span, 1)]
-    base = level * (a * m) + (np.arange(a) * m)[:, None]
-    out: Floats = np.minimum(table[base + np.minimum(lo, m - 1)], table[base + np.maximum(q - (1 << level), 0)])
-    out[span <= 0] = INF
+    level = np.frexp(np.maximum(span, 1).astype(np.float64))[1].astype(np.int64) - 1  # floor of the binary logarithm
+    first = level * m + np.minimum(lo, m - 1)
+    second = level * m + np.maximum(q - (1 << level), 0)
+    empty = span <= 0
+    first[empty] = second[empty] = _levels(m) * m
+    return first, second
+
+
+def _levels(m: int) -> int:
+    return max(1, m.bit_length())
+
+
+def _sparse(v: Floats) -> Floats:
+    """(A, levels * m + 1): per row the minima of every run of 1, 2, 4, ... entries, then INF."""
+    a, m = v.shape
+    out = np.full((a, _levels(m) * m + 1), INF)
+    out[:, :m] = v
+    width = 1
+    for level in range(1, _levels(m)):
+        before = out[:, (level - 1) * m : level * m]
+        here = out[:, level * m : (level + 1) * m]
+        if width < m:
+            np.minimum(before[:, : m - width], before[:, width:], out=here[:, : m - width])
+        width *= 2
     return out
 
 
-_LOG2 = np.floor(np.log2(np.maximum(np.arange(1 << 16), 1))).astype(np.int64)
-
-
-def _add_early(t: Tables, ki: int, ko: int, v: Floats, lo: Ints, f: Floats, thresholds_of: Ints, dev: Ints) -> None:
+def _add_early(t: Tables, ki: int, ko: int, v: Floats, f: Floats, thresholds_of: Ints, dev: Ints) -> None:
     """Positions below lo that fit although a later one does not; in place into f."""
     early = t.early[ki][ko]
     if early is None:
         return
-    top = np.minimum(lo, np.arange(v.shape[1]))
+    top = np.minimum(t.lo[ki][ko][thresholds_of, dev], np.arange(f.shape[1]))
     count = top - early[thresholds_of, dev]
     a, q = np.nonzero(count > 0)
     count, top = count[a, q], top[a, q]

@@ -28,12 +28,12 @@ def svg(p: Proposal) -> str:
         out.append(f'<rect x="{LEFT}" y="{top}" width="{WIDTH}" height="{ROW - 4}" fill="#f2f2f2"/>')
     for span in s.spans:
         x, w = LEFT + span.start_s * scale, max(0.3, (span.end_s - span.start_s) * scale)
-        y, h = float(TOP + ROW * span.stage), ROW - 10.0
+        y, bar = float(TOP + ROW * span.stage), ROW - 10.0
         if span.to is not None:
-            y, h = y + ROW - 9, 4.0
+            y, bar = y + ROW - 9, 4.0
         what = "computes" if span.to is None else f"sends to stage {span.to}"
         out.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{h}" fill="{COLOURS[span.kind]}">'
+            f'<rect x="{x:.2f}" y="{y}" width="{w:.2f}" height="{bar}" fill="{COLOURS[span.kind]}">'
             f"<title>stage {span.stage} {what}, micro-batch {span.micro_batch} {span.kind}, "
             f"{span.start_s:.4f}-{span.end_s:.4f} s</title></rect>"
         )

@@ -17,6 +17,7 @@ from fusion_p2p.planner.workload import Floats
 
 MOST_DEVICES = 40  # considered for one chain where skipping is allowed; longer chains pay in latency
 LOCAL_ORDERS = 24  # neighbour orders of one round of local search
+DOUBT, RISK = 1.5, 1 / 3  # links may be this many times slower than measured; the weight of that case
 SPREAD = np.array([1.02, 1.2, 1.45, 1.8, 2.4, 3.5])  # first thresholds, in units of the bound's bottleneck
 
 
@@ -130,7 +131,14 @@ class Search:
         found.sort(key=_rank)
         if self.local_rounds:
             found = self._local(found)
-        return [b for b in found if b.score.fits]
+        found = [b for b in [*found, *self._hedged(found, at)] if b.score.fits]
+        return sorted(found, key=lambda b: regret_s(costs, b.chain, b.score))[: self.finalists]
+
+    def _hedged(self, found: list[Best], at: Ints) -> list[Best]:
+        """Chains along the best orders that would be best if every link were DOUBT times slower than measured."""
+        order = orders.distinct(b.order for b in found[:2])
+        thresholds = found[0].threshold_s * np.geomspace(0.95, 1.2, 7)
+        return [self._polish(b) for b in self._best_of(order, thresholds, at, doubt=DOUBT)[:2]]
 
     def _allowed(self) -> Ints:
         n = self.costs.w.atoms
@@ -154,10 +162,11 @@ class Search:
         return found
 
     def _best_of(
-        self, candidates: list[orders.Order], thresholds: Floats, at: Ints, *, relaxed: bool = False
+        self, candidates: list[orders.Order], thresholds: Floats, at: Ints, *, relaxed: bool = False, doubt: float = 1.0
     ) -> list[Best]:
         """The best chains of the best few orders over all thresholds (one sweep), best first."""
-        t = dp.build(self.costs, thresholds, at, self.group, relaxed=relaxed)
+        costs = self.costs if doubt == 1.0 else self.costs.with_slower_links(doubt)
+        t = dp.build(costs, thresholds, at, self.group, relaxed=relaxed)
         n, b = len(candidates), len(thresholds)
         f = dp.sweep(t, np.repeat(np.array(candidates), b, axis=0), np.tile(np.arange(b), n), skip=self.skip)
         value = (f.round_trip_s + (self.costs.m - 1) * np.tile(thresholds, n)).reshape(n, b)
@@ -260,6 +269,12 @@ class Search:
         used = set(best.chain.hosts)
         spare = sorted((d for d in best.order if d not in used), key=lambda d: float(self.costs.work_s[d, -1]))[:8]
         return tuple(d for d in best.order if d in used or d in spare)
+
+
+def regret_s(costs: Costs, chain: Chain, score: Score) -> float:
+    """Step seconds, moved by RISK towards those that the chain would take with links DOUBT times slower."""
+    slower = costs.with_slower_links(DOUBT).score(chain).step_s
+    return score.step_s + RISK * (slower - score.step_s)
 
 
 def _rank(b: Best) -> tuple[bool, float]:

@@ -14,7 +14,7 @@ from fusion_p2p.planner.durability import Durability, durability
 from fusion_p2p.planner.fences import Fences
 from fusion_p2p.planner.ladder import DENSE, Ladder, default_ladder
 from fusion_p2p.planner.network import Network
-from fusion_p2p.planner.opfence import Best, Searched, search
+from fusion_p2p.planner.opfence import Best, Searched, regret_s, search
 from fusion_p2p.planner.simulate import Options, Pool, Schedule, simulate
 from fusion_p2p.planner.windows import choose_windows
 from fusion_p2p.planner.workload import Workload
@@ -176,11 +176,10 @@ def finish(costs: Costs, searched: Searched, limits: Constraints) -> Proposal:
     from fusion_p2p.planner.explain import reasons
 
     options = Options(shared_nic=limits.shared_nic, pools=limits.pools)
-    different = {
-        round(b.score.step_s, 6): b for b in reversed(searched.finalists)
-    }  # equal devices swapped: simulate one
+    # Finalists that differ by equal devices swapped have one score: simulate one of them.
+    different = {round(b.score.step_s, 6): b for b in reversed(searched.finalists)}
     free = [(simulate(costs, b.chain, options), b) for b in different.values()]
-    schedule, b = min(free, key=lambda x: x[0].step_s)
+    schedule, b = min(free, key=lambda x: x[0].step_s + regret_s(costs, x[1].chain, x[1].score) - x[1].score.step_s)
     windows, schedule = choose_windows(costs, b.chain, b.score, schedule, options)
     proposal = Proposal(
         workload=costs.w,

@@ -220,6 +220,17 @@ def export(
 
 
 @app.command()
+def codecs(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file; fusion-run init writes one.")],
+    steps: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Steps of the probe per codec.")] = 8,
+) -> None:
+    """Print, for a model, what each codec sends, takes, loses, and below which link speed it pays."""
+    from peer.cli_codecs import print_codecs
+
+    print_codecs(config, steps)
+
+
+@app.command()
 def init(preset: Annotated[str, typer.Argument(metavar="gpt2|resnet", help="Kind of model.")]) -> None:
     """Print a commented configuration: fusion-run init gpt2 > gpt2.toml"""
     from peer.config_text import render

@@ -50,7 +50,7 @@ class Rotated(Codec):
         return mean + rotation.expected(wire.numel(shape), self.bits[direction])
 
     def _passes(self, direction: Direction) -> float:
-        return 30.0
+        return 12.0
 
 
 def make(arg: str, device: torch.device) -> Rotated:

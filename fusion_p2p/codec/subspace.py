@@ -140,7 +140,7 @@ class Subspace(Codec):
         return 1 + _HASH + 2 * width * self._rank(shape) / REFRESH + channels.mean_bytes(shape) + coefficients
 
     def _passes(self, direction: Direction) -> float:
-        return 20.0
+        return 9.0
 
 
 def make(arg: str, device: torch.device) -> Subspace:

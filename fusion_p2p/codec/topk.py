@@ -61,7 +61,7 @@ class TopK(Codec):
         return 8 * kept(shape, self.density)
 
     def _passes(self, direction: Direction) -> float:
-        return 4.0
+        return 1.0 + 10 * self.density
 
 
 def make(arg: str, device: torch.device) -> TopK:

@@ -162,7 +162,7 @@ class TopKMasked(Codec):
         return 1 + _HASH + rotation.expected(k, self.backward_bits)
 
     def _passes(self, direction: Direction) -> float:
-        return 8.0 + 80 * self.density
+        return 1.1 + 23 * self.density
 
 
 def make(arg: str, device: torch.device) -> TopKMasked:

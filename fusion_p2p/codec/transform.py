@@ -221,7 +221,7 @@ class Transform(Codec):
         return self._axes_bytes(shape) / REFRESH + extra + n * self.bits[direction] / 8 * 1.05 + 100
 
     def _passes(self, direction: Direction) -> float:
-        return 40.0
+        return 14.0
 
 
 def make(arg: str, device: torch.device) -> Transform:

@@ -91,7 +91,7 @@ def from_scratch(compression: str, steps: int, seed: int = 0) -> dict[str, Any]:
         model(_batch(np.random.default_rng(5), held, 64)["x"], lambda c, h: (norms.append(float(h.norm())), h)[1])
     return {
         "codecs": sorted({c.rung.codec for c in choices}),
-        "loss": small.evaluate(model, held, None, 0, 200_000),
+        "loss": small.evaluate(model, held, None, 0, 50_000),
         "norms": norms,
         "curve": curve,
         "seconds": time.perf_counter() - start,

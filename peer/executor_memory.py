@@ -46,17 +46,16 @@ class MemoryLimit(msgspec.Struct, frozen=True):
 
 def limit_memory(device: str, memory_bytes: int, vram_bytes: int) -> MemoryLimit:
     """Apply the caps to this process, from what it holds now on."""
+    if device != "cpu":  # the driver maps far more host memory than it uses: there the daemon's watchdog stands alone
+        total = int(torch.cuda.get_device_properties(device).total_memory)
+        cap = min(total, vram_bytes) if vram_bytes else total
+        torch.cuda.set_per_process_memory_fraction(cap / total, device)
+        return MemoryLimit(device, cap, int(torch.cuda.memory_allocated(device)))
     resident = _status("VmRSS")
-    slack = max(0, memory_bytes - resident)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    limit = _status("VmData") + slack
+    limit = _status("VmData") + max(0, memory_bytes - resident)
     resource.setrlimit(resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard))
-    if device == "cpu":
-        return MemoryLimit(device, memory_bytes, resident)
-    total = int(torch.cuda.get_device_properties(device).total_memory)
-    cap = min(total, vram_bytes) if vram_bytes else total
-    torch.cuda.set_per_process_memory_fraction(cap / total, device)
-    return MemoryLimit(device, cap, int(torch.cuda.memory_allocated(device)))
+    return MemoryLimit(device, memory_bytes, resident)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

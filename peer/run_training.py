@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import msgspec
+import torch
 from torch import nn
 
 from dht.addresses import check_swarm_address
@@ -32,7 +33,7 @@ from peer.export import load_weights, sample_text
 from peer.models import build_model, context_of
 from peer.plot import curve
 from peer.run_control import ControlServer, TrainerLock
-from peer.run_index import CONFIG, folder_for
+from peer.run_index import CONFIG, folder_for, load_config
 from peer.runlog import open_logs, read_losses
 from peer.tokenize_text import FILE as TOKENIZER_FILE
 from peer.trainer_state import RunFolder, write_atomic
@@ -66,8 +67,15 @@ def train(config: Config, *, run_dir: Path | None, report: Path | None, origin: 
 
 def resume(config: Config, folder: Path, *, report: Path | None) -> int:
     """Go on with the run in `folder`; the exit code. Raises InputError."""
-    RunFolder(folder).spec()  # says so where there is none
+    run = RunFolder(folder)
+    run.spec()  # says so where there is no run
+    done = run.manifest().step
+    if done >= config.run.steps:
+        raise InputError(f"all {done} steps are done; go on with more: fusion-run resume {folder} --steps {2 * done}")
     with TrainerLock(folder):
+        kept = load_config(folder)
+        kept = msgspec.structs.replace(kept, run=msgspec.structs.replace(kept.run, steps=config.run.steps))
+        write_atomic(folder / CONFIG, dump(kept).encode("utf-8"))
         return _Session(config, folder, choose_swarm(config), report).run(None, resuming=True)
 
 
@@ -84,14 +92,16 @@ def choose_swarm(config: Config) -> SwarmChoice:
 
 
 def _anchored(config: Config) -> Config:
-    """The configuration as the run folder keeps it: its paths hold from any working directory."""
+    """The configuration as the run folder keeps it: its paths hold from any working directory, and the end of the decay
+    does not move when a later session asks for more steps."""
     replace = msgspec.structs.replace
     data, model = config.data, config.model
+    optimizer = replace(config.optimizer, decay_steps=config.optimizer_spec().schedule.total)
     if data.kind in ("text", "tokens", "idx"):
         data = replace(data, path=str(Path(data.path).resolve()))
     if model.hf:
         model = replace(model, hf=str(Path(model.hf).resolve()))
-    return replace(config, data=data, model=model)
+    return replace(config, data=data, model=model, optimizer=optimizer)
 
 
 class _Paused(Exception):
@@ -114,6 +124,8 @@ class _Session:
 
     def run(self, origin: Path | None, *, resuming: bool = False) -> int:
         logging.getLogger("torch").setLevel(logging.ERROR)  # a refused model is one line of ours
+        # beside busy volunteers, threads that wait for each other cost more than they bring
+        torch.set_num_threads(self._config.numerics.threads)
         data = open_data(self._config, self._folder, context_of(self._config))
         model = build_model(self._config, data)
         if origin is not None:
@@ -167,7 +179,6 @@ class _Session:
             "swarm": self._swarm,
             "allow_peers": c.swarm.allow_peers,
             "compute": c.swarm.compute,
-            "save_every": c.checkpoint.save_every,
             "total_steps": c.run.steps,
             "on": sinks,
         }

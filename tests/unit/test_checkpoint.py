@@ -175,6 +175,29 @@ def test_logs_carry_steps_and_evaluations(tmp_path: Path) -> None:
     assert last["type"] == "links" and last["sent"] == {"-1-0": 5}
 
 
+@pytest.mark.parametrize(("key", "package"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+def test_a_log_whose_package_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    wanted = config.LogSection(tensorboard=True) if key == "tensorboard" else config.LogSection(wandb="project")
+    with pytest.raises(InputError, match=rf"log\.{key} needs a package: pip install 'fusion-p2p\[{key}\]'"):
+        open_logs(wanted, tmp_path, "cats", 0.0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_scalars_reach_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    for log in open_logs(config.LogSection(tensorboard=True), tmp_path, "cats", 2.0):
+        log(StepResult(step=3, loss=4.0, step_time_s=0.5, samples=8))
+        log.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    written = EventAccumulator(str(tmp_path / "tensorboard"))
+    written.Reload()
+    assert [(e.step, e.value) for e in written.Scalars("loss")] == [(3, 4.0)]
+
+
 def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with View("cats", 100, bytes_per_token=2.0, clock=lambda: 50.0) as view:
         view(RunEvent(kind="phase", text="gathering volunteers [bold]", time_s=0.0))
@@ -196,7 +219,7 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
 def test_curves() -> None:
     text = curve([0, 1, 2, 3], [4.0, 3.0, 2.0, 1.0], width=10, height=4, label="loss")
     lines = text.splitlines()
-    assert lines[0].strip() == "loss" and lines[1].startswith("   4.000 │⠁") and lines[4].startswith("   1.000 │")
+    assert lines[0].strip() == "loss" and lines[1].startswith("   4.000 │⠉⠢") and lines[4].startswith("   1.000 │")
     assert lines[-1].split() == ["0", "3"]
     assert curve([0], [1.0]) == "" and curve([0, 1], [1.0, float("nan")]) == ""
     assert spark([1.0, 2.0, 3.0]) == "▁▄█" and spark([]) == ""

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from fusion_p2p.optim import AdamW
+from fusion_p2p.plan import Numerics
 from peer import checkpoint, cli_run, config
 from peer.data_open import open_data
 from peer.models import build_model
 from peer.protocol import RunSpec, Signed
+from peer.trainer_state import Manifest, RunFolder
 
 CONFIG = """
 [run]
@@ -86,6 +88,17 @@ def make_run(folder: Path) -> Path:
     return checkpoint.save(folder / "checkpoints", weights, run="r", name="cats", step=2, loss=5.0, keep=2)
 
 
+def make_set(folder: Path, step: int) -> Path:
+    """A complete set, as a trainer keeps it."""
+    spec = RunSpec(run="r", name="cats", owner=b"", opdag_hash="", seed=0, optimizer=AdamW(1e-3), created=0.0)
+    signed = Signed(body=msgspec.msgpack.encode(spec), key=b"", signature=b"")
+    run = RunFolder(folder)
+    run.create(signed, b"")
+    numerics = Numerics(cuts=(), micro_batches=1, micro_batch_size=1)
+    run.save_set(Manifest(run="r", opdag_hash="", tick=step, step=step, epoch=1, numerics=numerics, stages=()))
+    return folder
+
+
 def write(text: str, name: str = "bad.toml") -> str:
     Path(name).write_text(text)
     return name
@@ -118,6 +131,10 @@ BAD = {
     ),
     "no such run": (lambda: ["show", "dogs"], "no run 'dogs'"),
     "nobody trains": (lambda: [make_run(Path("runs/cats")) and "stop", "cats"], "fusion-run resume runs/cats"),
+    "nothing left to do": (
+        lambda: [make_set(make_run(Path("runs/cats")).parents[1], step=2) and "resume", "cats", "--local", "2"],
+        "all 2 steps are done; go on with more: fusion-run resume runs/cats --steps 4",
+    ),
     "no checkpoint": (lambda: ["eval", "cats", "--checkpoint", "x"], "no run 'cats'"),
     "nothing to resume": (
         lambda: [make_run(Path("runs/cats")) and "resume", "cats", "--swarm", NOBODY],
@@ -135,7 +152,7 @@ def test_bad_input_is_one_line_with_the_fix(case: str, call: Call, monkeypatch: 
     assert (code, out) == (2, "")
     assert err.startswith("fusion-run: ") and err.count("\n") == 1
     assert said in err
-    assert case in ("nobody trains", "nothing to resume") or not Path("runs/cats").exists()
+    assert case in ("nobody trains", "nothing to resume", "nothing left to do") or not Path("runs/cats").exists()
 
 
 def test_a_wrong_option_is_code_2(call: Call) -> None:

@@ -43,8 +43,9 @@ from peer.events import EvalResult, Happening, Sink, StepResult
 from peer.lab.local_swarm import LocalSwarm
 from peer.report import Report
 from peer.signing import load_or_create_key, make_run_spec
-from peer.trainer import AHEAD, TrainerOptions, step_result
+from peer.trainer import AHEAD, step_result
 from peer.trainer_host import RunPaused
+from peer.trainer_live import TrainerOptions
 from peer.trainer_state import RunFolder
 from peer.trainer_ticks import TickResult
 
@@ -285,9 +286,7 @@ class Run:
 
     def plan(self) -> Plan:
         """The plan in force; `.explain()` says who hosts what and why."""
-        plan = self._opened().session.trainer.plan
-        assert plan is not None  # an open session has one
-        return plan
+        return self._opened().session.trainer.plan
 
     @property
     def step(self) -> int:
@@ -374,7 +373,7 @@ class Run:
     def _save_if_due(self) -> None:
         o = self._opened()
         every = self._save_every and o.session.trainer.step - self._saved_step >= self._save_every
-        if every or o.session.trainer.set_is_due:
+        if every or o.session.trainer.sets.is_due:
             self.save()
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -22,8 +22,9 @@ from peer.events import Happening, RunEvent, Sink
 from peer.lab.local_swarm import OwnDevice
 from peer.ratelimit import Limiter
 from peer.signing import public_bytes
-from peer.trainer import Trainer, TrainerOptions
+from peer.trainer import Trainer
 from peer.trainer_assembly import Session
+from peer.trainer_live import TrainerOptions
 from peer.trainer_publish import Publisher
 from peer.trainer_state import RunFolder
 from peer.trainer_swarm import Swarm
@@ -82,12 +83,14 @@ async def open_session(
         stack.push_async_callback(transport.close)
         board = await Board.start(transport)
         stack.push_async_callback(board.close)
+        allowed = allow_peers
         if compute:
             own = await OwnDevice.start(addresses, public_bytes(owner).hex())
             stack.push_async_callback(own.stop)
+            allowed = (*allow_peers, own.ready.peer) if allow_peers else ()
         signed_spec, spec = folder.spec()
         epoch = folder.next_epoch()
-        swarm = Swarm(board, allow_peers=allow_peers)
+        swarm = Swarm(board, allow_peers=allowed)
         publisher = Publisher(swarm, folder, spec, owner, transport.peer_id, epoch)
         publisher.total = total_steps
 

@@ -1,27 +1,13 @@
-"""The report of a run: a sink that remembers, and the hash by which two runs' weights are compared."""
+"""The report of a run: a sink that remembers."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import torch
 
 from fusion_p2p.plan import Plan
 from peer.events import EvalResult, Happening, LinkBytes, PlanAdopted, RunEvent, StepResult
-
-
-def weights_blake2b(state: Mapping[str, torch.Tensor]) -> str:
-    """BLAKE2b-256 hex over (name, dtype, shape, bytes) of every tensor, sorted by name; lengths keep parts apart."""
-    h = hashlib.blake2b(digest_size=32)
-    for name in sorted(state):
-        t = state[name].detach().cpu().contiguous()
-        head = f"{name}\0{str(t.dtype).removeprefix('torch.')}\0{','.join(map(str, t.shape))}\0".encode()
-        h.update(len(head).to_bytes(8, "little") + head)
-        h.update(t.reshape(-1).view(torch.uint8).numpy().data)
-    return h.hexdigest()
 
 
 class Report:

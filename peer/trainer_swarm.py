@@ -27,39 +27,41 @@ class Swarm:
         self.addresses: dict[str, tuple[str, ...]] = {}
 
     async def offers(self) -> list[DeviceOffer]:
-        """Every device of every free or busy peer that may be asked, by peer id."""
+        """Every measured device of every peer that may be asked, by peer id."""
+        return [o for record in await self._present() for o in _offers_of(record)]
+
+    async def _present(self) -> list[PeerRecord]:
         found = []
         for record in await self._board.peers():
-            if record.state in ("left", "paused") or (self._allowed and record.peer not in self._allowed):
-                continue
-            self.addresses[record.peer] = record.addresses
-            found += _offers_of(record)
+            if record.state not in ("left", "paused") and (not self._allowed or record.peer in self._allowed):
+                self.addresses[record.peer] = record.addresses
+                found.append(record)
         return found
 
-    async def wait_for(
-        self, peers: int, timeout_s: float, without: frozenset[str], seen: Callable[[int], None]
-    ) -> list[DeviceOffer]:
-        """The offers once `peers` peers are there, or after `timeout_s` if there is one at least.
+    async def wait_for(self, peers: int, timeout_s: float, seen: Callable[[int], None]) -> list[DeviceOffer]:
+        """The offers once `peers` peers are there and all that are have measured their devices.
 
-        `seen` is called with their number whenever it changes. InputError if nobody came.
+        After `timeout_s` those of whoever is ready; InputError if nobody is. `seen` hears their number as it changes.
         """
-        count, offers = -1, list[DeviceOffer]()
+        ready: dict[str, list[DeviceOffer]] = {}
+        count = -1
         try:
             async with asyncio.timeout(timeout_s):
-                while count < peers:
-                    offers = [o for o in await self.offers() if o.peer not in without]
-                    present = len({o.peer for o in offers})
-                    if present != count:
-                        count = present
+                while True:
+                    present = await self._present()
+                    ready = {r.peer: offers for r in present if (offers := _offers_of(r))}
+                    if len(ready) != count:
+                        count = len(ready)
                         seen(count)
-                    if count < peers:
-                        await asyncio.sleep(_LOOK_S)
+                    if len(ready) >= max(peers, len(present)):
+                        break
+                    await asyncio.sleep(_LOOK_S)
         except TimeoutError:
-            if not offers:
+            if not ready:
                 raise InputError(
                     f"no volunteer came within {timeout_s:.0f} s; start one with: fusion-peer join ADDRESS"
                 ) from None
-        return offers
+        return [o for offers in ready.values() for o in offers]
 
     def publish(self, record: RunRecord, plan: Plan | None, sent: dict[str, int], signer: Signer) -> None:
         """Progress, and who hosts what, onto the board."""

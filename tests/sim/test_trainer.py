@@ -22,9 +22,10 @@ from peer.events import Happening, RunEvent, StepResult
 from peer.protocol import Refused
 from peer.ratelimit import Limiter
 from peer.signing import make_run_spec, new_session_key
-from peer.trainer import Trainer, TrainerOptions
+from peer.trainer import Trainer
 from peer.trainer_assembly import Session
 from peer.trainer_host import RunPaused
+from peer.trainer_live import TrainerOptions
 from peer.trainer_state import RunFolder
 from peer.trainer_swarm import Swarm
 from tests.memory_transport import Network
@@ -93,7 +94,6 @@ class Lab:
         return volunteer
 
     def host(self, trainer: Trainer, stage: int) -> MiniVolunteer:
-        assert trainer.plan is not None
         peer = trainer.plan.host(stage).peer
         return next(v for v in self.volunteers if v.peer == peer)
 
@@ -162,7 +162,7 @@ def test_trains_as_the_local_pipeline(captured: Captured, tmp_path: Path, stages
             await lab.add(f"volunteer{k}")
         async with lab.trainer(None) as trainer:
             losses = await lab.train(trainer, 0, 5)
-            assert trainer.plan is not None and trainer.plan.numerics.stages == stages
+            assert trainer.plan.numerics.stages == stages
             want = expected(captured, trainer.plan.numerics.cuts, 5)
             assert losses == want[0] and await lab.hash(trainer, 5) == want[1]
         steps = [h for h in lab.heard if isinstance(h, StepResult)]
@@ -182,7 +182,6 @@ def test_a_refusal_makes_another_plan(captured: Captured, tmp_path: Path) -> Non
         unwilling = await lab.add("unwilling", {0: no, 1: no})
         await lab.add("willing1")
         async with lab.trainer(2) as trainer:
-            assert trainer.plan is not None
             assert {p.peer for p in trainer.plan.placement} == {"willing0", "willing1"}
             assert unwilling.offered and "refused" in lab.kinds()
             await lab.train(trainer, 0, 2)
@@ -209,7 +208,6 @@ def test_a_lost_stage_is_rebuilt_from_the_set(captured: Captured, tmp_path: Path
                     await lab.host(trainer, lost).kill()
 
             losses = await lab.train(trainer, 0, 10, fate)
-            assert trainer.plan is not None
             want = expected(captured, trainer.plan.numerics.cuts, 10)
             assert losses == want[0] and await lab.hash(trainer, 10) == want[1]
             assert {"lost", "recovered"} <= set(lab.kinds())
@@ -232,7 +230,6 @@ def test_neighbours_lost_together(captured: Captured, tmp_path: Path) -> None:
                     await asyncio.gather(*(lab.host(trainer, k).kill() for k in (1, 2)))
 
             losses = await lab.train(trainer, 0, 8, fate)
-            assert trainer.plan is not None
             assert {p.peer for p in trainer.plan.placement} == {"volunteer0"}
             want = expected(captured, trainer.plan.numerics.cuts, 8)
             assert losses == want[0] and await lab.hash(trainer, 8) == want[1]
@@ -262,7 +259,7 @@ def test_nobody_left_pauses_and_another_swarm_resumes(captured: Captured, tmp_pa
         async with lab.trainer(None) as again:
             assert again.step == 4 and lab.folder.manifest().data_state == b"at 4"
             await lab.train(again, 4, 10)
-            assert again.plan is not None and again.plan.numerics.stages == 2
+            assert again.plan.numerics.stages == 2
             assert await lab.hash(again, 10) == expected(captured, again.plan.numerics.cuts, 10)[1]
 
     asyncio.run(main())

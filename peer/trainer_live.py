@@ -1,0 +1,97 @@
+"""What the parts of a trainer session share. All of it is touched on one asyncio loop only."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from dht.transport import Transport
+from fusion_p2p.ir import OpDag
+from fusion_p2p.plan import Numerics, Plan
+from fusion_p2p.split import StageProgram
+from fusion_p2p.workload import Atom
+from peer.events import RunEvent, Sink
+from peer.links import Links
+from peer.placement import DeviceOffer
+from peer.protocol import BlobRef
+from peer.trainer_assembly import Assembly, Session
+from peer.trainer_state import Manifest, RunFolder
+from peer.trainer_swarm import Swarm
+from peer.trainer_ticks import TickBook
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions:
+    """`peers`: volunteers to wait for, `gather_s` at most, before the plan is made. `recover_s`: how long a lost stage
+    waits for a new host before the run pauses. `mark_interval`: steps between complete sets."""
+
+    numerics: Numerics  # its cuts count only in a resumed run
+    stages: int | None = None
+    peers: int = 1
+    gather_s: float = 60.0
+    recover_s: float = 60.0
+    mark_interval: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Placed:
+    """What exists once every stage has a host."""
+
+    plan: Plan
+    links: Links
+    book: TickBook
+    programs: tuple[StageProgram, ...]
+    newest: Manifest  # the newest complete set
+    offers: list[DeviceOffer]
+    number: int  # of the last plan that was offered to anybody
+
+    def edges(self) -> set[tuple[int, int]]:
+        """Pairs of stages between which tensors travel. Norms and verdicts are too small to join anybody."""
+        pairs = {(e.src, e.dst) for p in self.programs for e in p.edges_out}
+        return pairs | {(a, b) for p in self.programs for w in p.shared for a in w.stages for b in w.stages if a < b}
+
+
+@dataclass(slots=True, kw_only=True)
+class Live:
+    """`whole` is set while every stage of the plan has a live host; `lost`: peer of the plan -> why it is gone."""
+
+    transport: Transport
+    swarm: Swarm
+    session: Session
+    folder: RunFolder
+    dag: OpDag
+    atoms: tuple[Atom, ...]
+    options: TrainerOptions
+    sink: Sink
+    assembly: Assembly
+    step: int = 0
+    whole: asyncio.Event = field(default_factory=asyncio.Event)
+    broken: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: dict[str, str] = field(default_factory=dict)
+    excluded: set[str] = field(default_factory=set)
+    placed: Placed | None = None
+
+    @property
+    def run(self) -> str:
+        return self.session.spec.run
+
+    @property
+    def now(self) -> Placed:
+        """Only after `Trainer.start`."""
+        assert self.placed is not None
+        return self.placed
+
+    def refs(self, manifest: Manifest) -> dict[int, BlobRef]:
+        """The set's snapshots as we serve them."""
+        return {e.stage: BlobRef(e.hash, e.size, (self.transport.peer_id,)) for e in manifest.stages}
+
+    def lose(self, peer: str, reason: str) -> None:
+        """A host of the plan is gone: marks wait, `Repair` wakes. Says nothing the second time."""
+        if self.placed is None or peer in self.lost or peer not in {p.peer for p in self.placed.plan.placement}:
+            return
+        self.lost[peer] = reason
+        self.whole.clear()
+        self.broken.set()
+
+    def say(self, kind: str, text: str, *, peer: str = "", stage: int = -1) -> None:
+        self.sink(RunEvent(kind=kind, text=text, time_s=self.session.clock(), step=self.step, peer=peer, stage=stage))

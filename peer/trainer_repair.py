@@ -1,0 +1,88 @@
+"""Losses: a lost stage's recovery group is rebuilt from the newest complete set and fed again (DESIGN section 2)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from fusion_p2p.errors import InputError
+from fusion_p2p.plan import Plan
+from peer.placement import PlanRequest, recovery_group, rehost
+from peer.trainer_host import HostLost, RunPaused
+from peer.trainer_live import Live
+
+RETRY_S = 1.0
+
+
+class Repair:
+    """`adopt(plan)` puts a plan in force. `serve` runs as long as the session and raises RunPaused."""
+
+    def __init__(self, live: Live, adopt: Callable[[Plan], Awaitable[None]]) -> None:
+        self._live, self._adopt = live, adopt
+
+    async def serve(self) -> None:
+        live, loop = self._live, asyncio.get_running_loop()
+        while True:
+            await live.broken.wait()
+            live.broken.clear()
+            until = loop.time() + live.options.recover_s
+            while live.lost:
+                why = await self._rehost()
+                if why and loop.time() >= until:
+                    raise RunPaused(self._farewell(why))
+                if why:
+                    await asyncio.sleep(RETRY_S)
+
+    def _stages_of(self, peer: str) -> list[int]:
+        return [p.stage for p in self._live.now.plan.placement if p.peer == peer]
+
+    def _farewell(self, why: str) -> str:
+        live = self._live
+        names = ", ".join(f"peer {peer[-8:]} (stage {k})" for peer in live.lost for k in self._stages_of(peer))
+        return (
+            f"paused: {names} was lost ({next(iter(live.lost.values()))}) and {why}; "
+            f"saved up to step {live.now.newest.step}, continue with: fusion-run resume {live.folder.root}"
+        )
+
+    async def _rehost(self) -> str:
+        """One try; why it cannot be done now, or ""."""
+        live, now = self._live, self._live.now
+        if live.options.recover_s <= 0:
+            return "recovery is off"
+        gone = frozenset(live.lost)
+        fresh = {o.peer: o for o in await live.swarm.offers()}
+        # what a host had free when the plan was made counts, not what is left beside its stages now
+        known = {o.peer: o for o in now.offers}
+        offers = [o for o in (fresh | known).values() if o.peer in fresh and o.peer not in live.excluded | gone]
+        moved = [k for peer in gone for k in self._stages_of(peer)]
+        group = recovery_group(now.plan, moved, now.edges())
+        try:
+            base = msgspec.structs.replace(now.plan, number=now.number)
+            factor = PlanRequest(base=base.numerics).state_factor
+            plan = rehost(base, gone, group, live.atoms, offers, factor)
+        except InputError as error:
+            return str(error)
+        now.number = plan.number
+        refusals = await live.assembly.place(plan, group, live.refs(now.newest), now.newest.tick)
+        for r in refusals:
+            p = r.placement
+            live.say("refused", f"{p.peer[-8:]} refuses stage {p.stage}: {r.reason}", peer=p.peer, stage=p.stage)
+            live.excluded.add(p.peer)
+            live.lose(p.peer, r.reason)
+        if refusals:
+            return refusals[0].reason
+        now.offers = offers
+        for peer in gone:
+            del live.lost[peer]
+        try:
+            await self._adopt(plan)
+        except HostLost as lost:
+            live.lose(lost.peer, lost.reason)
+        for k in moved:
+            p = plan.host(k)
+            live.say(
+                "recovered", f"stage {k} goes on at {p.peer[-8:]} from step {now.newest.step}", peer=p.peer, stage=k
+            )
+        return ""

@@ -1,0 +1,116 @@
+"""Complete sets: every stage's snapshot at one mark, fetched, verified and recorded in the run folder (DESIGN 2)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from fusion_p2p.plan import Numerics, StagePlacement
+from peer.blobs import fetch_blob
+from peer.errors import BlobError
+from peer.protocol import BlobRef, Mark, Snapshotted, Trim
+from peer.trainer_host import HostLost
+from peer.trainer_live import Live
+from peer.trainer_state import Manifest, StageFile
+
+MAX_SNAPSHOT_BYTES = 1 << 40
+MAX_HELD_BYTES = 1 << 30  # of released batches that no complete set covers yet
+TRIES = 5
+
+
+class SetKeeper:
+    """`turn` is held while ticks are released; a mark holds it, so that it names a tick not yet released."""
+
+    def __init__(self, live: Live, turn: asyncio.Lock) -> None:
+        self._live, self._turn = live, turn
+        self._saving = asyncio.Lock()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a set should be made soon, lest what is kept for a replay grows out of bounds."""
+        now = self._live.now
+        ticks, interval = now.book.next_tick - now.newest.tick, now.plan.mark_interval
+        return bool(interval and ticks >= 2 * interval) or now.links.held_bytes() > MAX_HELD_BYTES
+
+    async def save(self, data_state: bytes) -> Manifest:
+        """A complete set at the next tick, where the data stands at `data_state`; the newest if nothing came since.
+
+        Training goes on while the bytes travel. BlobError when every attempt failed.
+        """
+        live = self._live
+        async with self._saving:
+            for _ in range(TRIES):
+                async with self._turn:
+                    tick = live.now.book.next_tick
+                    if live.now.newest.tick == tick:
+                        return live.now.newest
+                    plan = live.now.plan
+                    manifest = new_manifest(live, tick, plan.numerics, (), data_state)
+                    marks = await self._mark(tick)
+                try:
+                    await asyncio.gather(*(self._fetch(s.state) for s in marks))
+                except BlobError as error:
+                    live.say("waiting", f"the set at step {manifest.step} could not be fetched, trying again: {error}")
+                    continue
+                files = tuple(StageFile(stage=s.stage, hash=s.state.hash, size=s.state.size) for s in marks)
+                await self._record(msgspec.structs.replace(manifest, stages=files))
+                return live.now.newest
+        raise BlobError(f"no set could be fetched in {TRIES} tries; the newest is of step {live.now.newest.step}")
+
+    async def _record(self, manifest: Manifest) -> None:
+        live = self._live
+        await asyncio.to_thread(live.folder.save_set, manifest)
+        live.now.newest = manifest
+        live.now.links.trim(manifest.tick)
+        for p in live.now.plan.placement:
+            try:
+                await live.assembly.host(p.peer).send(Trim(run=live.run, stage=p.stage, tick=manifest.tick))
+            except HostLost as lost:
+                live.lose(lost.peer, lost.reason)
+        live.say("saved", f"complete set at step {manifest.step}")
+
+    async def _mark(self, tick: int) -> list[Snapshotted]:
+        """Every stage's snapshot at the boundary before `tick`, which is not released yet. Outlives repairs."""
+        live = self._live
+
+        async def one(p: StagePlacement) -> Snapshotted:
+            return await live.assembly.host(p.peer).mark(Mark(run=live.run, stage=p.stage, tick=tick))
+
+        while True:
+            await live.whole.wait()
+            answers = await asyncio.gather(*map(one, live.now.plan.placement), return_exceptions=True)
+            snapshots = [a for a in answers if isinstance(a, Snapshotted)]
+            if len(snapshots) == len(answers):
+                return snapshots
+            for error in answers:
+                if isinstance(error, HostLost):
+                    live.lose(error.peer, error.reason)
+                elif isinstance(error, BaseException):
+                    raise error
+
+    async def _fetch(self, ref: BlobRef) -> None:
+        live = self._live
+        await fetch_blob(
+            live.transport,
+            live.folder.blobs,
+            live.run,
+            ref,
+            max_bytes=MAX_SNAPSHOT_BYTES,
+            addresses=live.swarm.addresses,
+        )
+
+
+def new_manifest(live: Live, tick: int, numerics: Numerics, files: Sequence[StageFile], data_state: bytes) -> Manifest:
+    """A manifest of this session at the present step."""
+    return Manifest(
+        run=live.run,
+        opdag_hash=live.session.spec.opdag_hash,
+        tick=tick,
+        step=live.step,
+        epoch=live.session.epoch,
+        numerics=numerics,
+        stages=tuple(files),
+        data_state=data_state,
+    )

@@ -5,7 +5,7 @@ from fusion_p2p.planner.ladder import DENSE, Ladder, Rung, default_ladder, top_k
 from fusion_p2p.planner.network import AtomTimes, Device, Link, Network, from_measurements
 from fusion_p2p.planner.proposal import Constraints, Proposal, plan
 from fusion_p2p.planner.testbed import load_testbed, load_workload
-from fusion_p2p.planner.workload import Workload
+from fusion_p2p.planner.workload import Workload, from_atoms
 
 __all__ = [
     "DENSE",
@@ -20,6 +20,7 @@ __all__ = [
     "Workload",
     "default_ladder",
     "explain",
+    "from_atoms",
     "from_measurements",
     "load_testbed",
     "load_workload",

@@ -6,6 +6,7 @@ step = one micro-batch's round trip + (M - 1) x the slowest of (stage forward + 
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +45,7 @@ class Score:
     transfer_s: float  # of one round trip: bytes over bandwidth
     latency_s: float  # of one round trip
     codec_s: float  # of one round trip
+    shared_s: float  # once a step: tied weights to their other users and gradients back
     fits: bool
 
 
@@ -60,6 +62,8 @@ class Costs:
         self.backward_s = _running(np.array([t.backward_s for t in times]))
         self.work_s = self.forward_s + self.backward_s  # (D, n+1): device's seconds for atoms before a position
         held = w.state_bytes_per_parameter * w.parameters + (0.0 if w.recompute else self.window * w.stash_bytes)
+        if w.fixed_bytes is not None:
+            held = held + w.fixed_bytes
         self.held_bytes = _running(held[None, :])[0]
         self.room_bytes = np.array(
             [MEMORY_SHARE * d.memory_bytes if d.accepts and d.confirmed else -1.0 for d in net.devices]
@@ -136,7 +140,8 @@ class Costs:
         if len(set(chain.hosts)) < len(chain.hosts):  # a peer that absorbed a neighbour's stage hosts both
             load = np.bincount(h, weights=stage)
         bottleneck = float(max(load.max(), hop.max(initial=0.0)))
-        trip = compute + transfer + latency + 2 * float(codec.sum())
+        shared = self._shared_s(bounds, chain.hosts)
+        trip = compute + transfer + latency + 2 * float(codec.sum()) + shared
         used = np.bincount(h, weights=self.held_bytes[hi] - self.held_bytes[lo])[h]
         upload = np.zeros(len(h))
         upload[:-1] += size * self.m
@@ -152,8 +157,18 @@ class Costs:
             transfer_s=transfer,
             latency_s=latency,
             codec_s=2 * float(codec.sum()),
+            shared_s=shared,
             fits=fits and bool(self.cut_allowed[cuts].all()),
         )
+
+    def _shared_s(self, bounds: tuple[int, ...], hosts: tuple[int, ...]) -> float:
+        total = 0.0
+        for w in self.w.shared:
+            a = hosts[bisect_right(bounds, w.first) - 1]
+            b = hosts[bisect_right(bounds, w.last) - 1]
+            if a != b:
+                total += w.size_bytes * float(self.both_s_per_byte[a, b]) + float(self.both_latency_s[a, b])
+        return total
 
 
 def _running(a: Floats) -> Floats:

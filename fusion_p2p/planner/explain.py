@@ -45,9 +45,10 @@ def explain(p: Proposal) -> str:
 def _headline(p: Proposal) -> str:
     s = p.score
     rest = (p.costs.m - 1) * s.bottleneck_s
+    tied = f", tied weights {s.shared_s:.3f}" if s.shared_s > 0 else ""
     return (
         f"step {p.step_s:.3f} s simulated ({s.step_s:.3f} s by formula: compute {s.compute_s:.3f}, transfer "
-        f"{s.transfer_s:.3f}, latency {s.latency_s:.3f}, codecs {s.codec_s:.3f}, then {p.costs.m - 1} x "
+        f"{s.transfer_s:.3f}, latency {s.latency_s:.3f}, codecs {s.codec_s:.3f}{tied}, then {p.costs.m - 1} x "
         f"{s.bottleneck_s * 1e3:.1f} ms = {rest:.3f}); within {max(0.0, p.gap):.0%} of what any plan could do "
         f"({p.lower_bound_s:.3f} s)"
     )

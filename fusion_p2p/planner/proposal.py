@@ -101,6 +101,7 @@ class Proposal:
                 incarnation=incarnations[k] if incarnations else 0,
                 window=self.windows[k],
                 buddies=tuple(devices[b].peer for b in (self.durability.buddies[k],) if b >= 0),
+                logged=all(self.durability.logged[max(0, k - 1) : k + 1]),
             )
             for k, h in enumerate(self.chain.hosts)
         )
@@ -110,6 +111,7 @@ class Proposal:
             "transfer_s": s.transfer_s,
             "latency_s": s.latency_s,
             "codec_s": s.codec_s,
+            "shared_weights_s": s.shared_s,
             "waiting_for_slowest_s": (self.costs.m - 1) * s.bottleneck_s,
         }
         return Plan(

@@ -127,6 +127,7 @@ class _Simulation:
                 local = i == j
                 self.send[a, b2] = (0.0, 0.0) if local else (size[k] / float(bw[i, j]), float(lat[i, j]))
         self.m, self.options = costs.m, options
+        self.shared_s = costs.score(chain).shared_s  # once a step, before and after the micro-batches
         self.pool_of: dict[int, int] = {d: n for n, p in enumerate(options.pools) for d in p.devices}
         self.cores: Mapping[int, float] = {n: p.cores for n, p in enumerate(options.pools)}
         self.of_device: dict[int, list[int]] = {}
@@ -163,6 +164,7 @@ class _Simulation:
                 self._pool_tick(args[0], args[1], t)
                 end = max(end, t)
         spans = tuple(sorted(self.spans, key=lambda s: (s.end_s, s.start_s, s.stage)))
+        end += self.shared_s
         return Schedule(end, spans, tuple(s.peak for s in self.stages), len(self.stages))
 
     def _start(self, device: int, t: float) -> None:

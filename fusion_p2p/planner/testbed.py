@@ -56,18 +56,24 @@ def load_workload(path: str | Path, name: str) -> tuple[Workload, int]:
     return w, int(settings.get("M", 16))
 
 
+def testbed_names(path: str | Path) -> tuple[str, ...]:
+    """Names of the testbeds in a file."""
+    beds = _load(Path(path)).get("testbeds")
+    if not isinstance(beds, dict) or not beds:
+        raise InputError(f'{path} has no "testbeds" object')
+    return tuple(beds)
+
+
 def load_testbed(path: str | Path, name: str) -> Network:
     """Testbed `name` of a testbeds file: its `rule` gives every pair's bandwidth and latency. A missing pair is
     refused."""
     path = Path(path)
     data = _load(path)
-    beds = data.get("testbeds")
-    if not isinstance(beds, dict):
-        raise InputError(f'{path} has no "testbeds" object')
-    if name not in beds:
-        raise InputError(f"{path} has no testbed {name!r}; it has {', '.join(sorted(beds))}")
+    names = testbed_names(path)
+    if name not in names:
+        raise InputError(f"{path} has no testbed {name!r}; it has {', '.join(names)}")
     try:
-        return _build(name, data, beds[name])
+        return _build(name, data, data["testbeds"][name])
     except (KeyError, TypeError, ValueError, IndexError) as e:
         raise InputError(f"{path}: testbed {name!r} lacks or misstates {type(e).__name__} {e}") from e
 

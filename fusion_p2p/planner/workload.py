@@ -5,8 +5,9 @@ Arrays have one entry per atom, `cut_bytes` one per position 0..n; everything is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,15 @@ import numpy.typing as npt
 from fusion_p2p.errors import InputError
 
 Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class SharedWeight:
+    """A weight read by atoms `first` and `last`; on different peers it travels once a step, its gradient back."""
+
+    first: int
+    last: int
+    size_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,7 +49,9 @@ class Workload:
     wire_bytes_per_element: float = 4.0
     state_bytes_per_parameter: float = 16.0  # fp32 weight, gradient and two AdamW moments
     samples: int = 1
-    together: tuple[tuple[int, int], ...] = field(default=())  # (first, last) atom, inclusive: no cut between them
+    together: tuple[tuple[int, int], ...] = ()  # (first, last) atom, inclusive: no cut between them
+    shared: tuple[SharedWeight, ...] = ()
+    fixed_bytes: Floats | None = None  # memory per atom besides trainable state: frozen weights, buffers
 
     @property
     def atoms(self) -> int:
@@ -54,6 +66,8 @@ class Workload:
             self._check_array(name, n)
         self._check_array("forward_flops", n)
         self._check_array("cut_bytes", n + 1)
+        if self.fixed_bytes is not None:
+            self._check_array("fixed_bytes", n)
         for first, last in self.together:
             if not 0 <= first <= last < n:
                 raise InputError(f"workload {self.name}: group of atoms {first}..{last} lies outside 0..{n - 1}")
@@ -83,6 +97,8 @@ class Workload:
     def stage_bytes(self, start: int, stop: int, window: int) -> MemoryParts:
         """Memory of a stage of atoms start..stop-1 with `window` micro-batches in flight, by part, in bytes."""
         state = float(self.parameters[start:stop].sum()) * self.state_bytes_per_parameter
+        if self.fixed_bytes is not None:
+            state += float(self.fixed_bytes[start:stop].sum())
         stash = float(self.stash_bytes[start:stop].sum())
         held = window * float(self.cut_bytes[start]) + stash if self.recompute else window * stash
         workspace = float(self.stash_bytes[start:stop].max(initial=0.0))
@@ -131,3 +147,86 @@ def workload(
     )
     w.check()
     return w
+
+
+class AtomFigures(Protocol):
+    """What `fusion_p2p.workload.atoms` says of an atom; see there for units."""
+
+    @property
+    def weights(self) -> tuple[str, ...]: ...
+    @property
+    def owned(self) -> tuple[str, ...]: ...
+    @property
+    def parameters(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def forward_flops(self) -> int: ...
+    @property
+    def backward_flops(self) -> int: ...
+    @property
+    def forward_bytes(self) -> int: ...
+    @property
+    def stash_bytes(self) -> int: ...
+    @property
+    def kernels(self) -> int: ...
+    @property
+    def cut_bytes(self) -> int: ...
+    @property
+    def cut_weight_bytes(self) -> int: ...
+
+
+def from_atoms(
+    name: str,
+    atoms: Sequence[AtomFigures],
+    *,
+    samples: int,
+    recompute: bool = False,
+    state_bytes_per_parameter: float = 16.0,
+    together: tuple[tuple[int, int], ...] = (),
+) -> Workload:
+    """The workload of a captured model, from its atoms at one micro-batch of `samples`; frames are fp32."""
+
+    def column(f: Callable[[AtomFigures], float]) -> Floats:
+        return np.array([f(a) for a in atoms], dtype=np.float64)
+
+    w = Workload(
+        name=name,
+        forward_flops=column(lambda a: a.forward_flops),
+        backward_flops=column(lambda a: a.backward_flops),
+        forward_bytes=column(lambda a: a.forward_bytes),
+        parameters=column(lambda a: a.parameters),
+        stash_bytes=column(lambda a: a.stash_bytes),
+        kernels=column(lambda a: a.kernels),
+        cut_bytes=np.append(column(lambda a: a.cut_bytes), 0.0),
+        recompute=recompute,
+        samples=samples,
+        state_bytes_per_parameter=state_bytes_per_parameter,
+        together=together,
+        shared=_shared(atoms),
+        fixed_bytes=column(lambda a: max(0, a.weight_bytes - 4 * a.parameters)),
+    )
+    w.check()
+    return w
+
+
+def _shared(atoms: Sequence[AtomFigures]) -> tuple[SharedWeight, ...]:
+    """Weights read by several atoms, from the owner to the last reader.
+
+    `cut_weight_bytes` gives the sum over all weights across a position; those that begin at one atom share its rise.
+    """
+    readers: dict[str, list[int]] = {}
+    for k, a in enumerate(atoms):
+        for w in a.weights:
+            readers.setdefault(w, []).append(k)
+    spans = [(v[0], v[-1]) for v in readers.values() if v[-1] > v[0]]
+    across = [float(a.cut_weight_bytes) for a in atoms]
+    size: dict[tuple[int, int], float] = {}
+    out = []
+    for first, last in sorted(spans):
+        peers = [s for s in spans if s[0] == first]
+        ended = sum(size.get(s, 0.0) for s in set(spans) if s[0] < first + 1 == s[1] + 1)
+        rise = across[first + 1] - across[first] + ended if first + 1 < len(across) else 0.0
+        size[first, last] = max(0.0, rise) / len(peers)
+        out.append(SharedWeight(first, last, size[first, last]))
+    return tuple(out)

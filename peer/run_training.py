@@ -49,15 +49,14 @@ def train(config: Config, *, run_dir: Path | None, report: Path | None, origin: 
     A run that cannot begin leaves nothing behind.
     """
     folder = folder_for(config, str(run_dir) if run_dir else None)
-    if RunFolder(folder).exists:
+    if RunFolder(folder).sets():
         raise InputError(f"{folder} holds a run already; continue it with: fusion-run resume {folder}")
     swarm = choose_swarm(config)
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with TrainerLock(folder):
-            (folder / TOKENIZER_FILE).unlink(missing_ok=True)  # of a run that could not begin
-            shutil.rmtree(folder / "spool", ignore_errors=True)
+            _forget_failed_start(folder)
             write_atomic(folder / CONFIG, dump(_anchored(config)).encode("utf-8"))
             return _Session(config, folder, swarm, report).run(origin)
     finally:
@@ -77,6 +76,14 @@ def resume(config: Config, folder: Path, *, report: Path | None) -> int:
         kept = msgspec.structs.replace(kept, run=msgspec.structs.replace(kept.run, steps=config.run.steps))
         write_atomic(folder / CONFIG, dump(kept).encode("utf-8"))
         return _Session(config, folder, choose_swarm(config), report).run(None, resuming=True)
+
+
+def _forget_failed_start(folder: Path) -> None:
+    """Remove what a run that never had a complete set left in its folder."""
+    for name in ("spec.json", "opdag.json", "numeric_log.jsonl", TOKENIZER_FILE):
+        (folder / name).unlink(missing_ok=True)
+    for name in ("state", "spool"):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def choose_swarm(config: Config) -> SwarmChoice:
@@ -130,19 +137,18 @@ class _Session:
         model = build_model(self._config, data)
         if origin is not None:
             load_weights(model, checkpoints.load(origin)[1], str(origin))
-        hint = f"continue with: fusion-run resume {self._folder}"
         try:
             with _terminable():
                 self._train(data, model, resuming)
         except _Paused as paused:
-            print(f"paused after {paused.step} steps; {hint}")
+            print(f"paused after {paused.step} steps; {self._hint()}")
             return 0
         except SwarmUnreachable as error:
             if self._last is None:  # an address that never answered is the user's to mend
                 raise InputError(str(error)) from error
             raise
         except KeyboardInterrupt:
-            print(f"\nfusion-run: ended by Ctrl-C; {hint}", file=sys.stderr)
+            print(f"\nfusion-run: ended by Ctrl-C; {self._hint()}", file=sys.stderr)
             return EXIT_INTERRUPTED
         except RunPaused as error:
             print(f"fusion-run: {error}", file=sys.stderr)
@@ -232,6 +238,10 @@ class _Session:
             keep=self._config.checkpoint.keep,
         )
         return state
+
+    def _hint(self) -> str:
+        begun = RunFolder(self._folder).sets()
+        return f"continue with: fusion-run resume {self._folder}" if begun else "nothing was trained yet"
 
     def _status(self) -> str:
         if self._last is None:

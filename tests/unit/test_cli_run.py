@@ -162,7 +162,7 @@ def test_a_wrong_option_is_code_2(call: Call) -> None:
 
 def test_train_onto_a_run_says_how_to_resume_and_touches_nothing(call: Call) -> None:
     make_run(Path("runs/cats"))
-    Path("runs/cats/spec.json").write_text("{}")
+    make_set(Path("runs/cats"), step=2)
     before = {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()}
     code, _, err = call("train", "run.toml", "--local", "2")
     assert code == 2

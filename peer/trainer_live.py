@@ -86,10 +86,13 @@ class Live:
         return {e.stage: BlobRef(e.hash, e.size, (self.transport.peer_id,)) for e in manifest.stages}
 
     def lose(self, peer: str, reason: str) -> None:
-        """A host of the plan is gone: marks wait, `Repair` wakes. Says nothing the second time."""
-        if self.placed is None or peer in self.lost or peer not in {p.peer for p in self.placed.plan.placement}:
+        """A host of the plan is gone: marks wait, `Repair` wakes. Does nothing the second time."""
+        stages = [p.stage for p in self.placed.plan.placement if p.peer == peer] if self.placed else []
+        if not stages or peer in self.lost:
             return
         self.lost[peer] = reason
+        for stage in stages:
+            self.say("lost", f"{peer[-8:]} (stage {stage}) was lost: {reason}", peer=peer, stage=stage)
         self.whole.clear()
         self.broken.set()
 

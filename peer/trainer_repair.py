@@ -81,8 +81,6 @@ class Repair:
         except HostLost as lost:
             live.lose(lost.peer, lost.reason)
         for k in moved:
-            p = plan.host(k)
-            live.say(
-                "recovered", f"stage {k} goes on at {p.peer[-8:]} from step {now.newest.step}", peer=p.peer, stage=k
-            )
+            peer = plan.host(k).peer
+            live.say("recovered", f"stage {k} goes on at {peer[-8:]} from step {now.newest.step}", peer=peer, stage=k)
         return ""

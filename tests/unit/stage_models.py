@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -128,18 +129,23 @@ class _WithTarget(nn.Module):
 
 
 @functools.cache
-def skip_net(freeze_first: bool = False) -> Case:
+def skip_net() -> Case:
     def make() -> nn.Module:
         torch.manual_seed(0)
-        net = SkipNet().train()
-        net.first.requires_grad_(not freeze_first)
-        return _WithTarget(net)
+        return _WithTarget(SkipNet().train())
 
     def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         g = torch.Generator().manual_seed(step)
         return torch.randn(8, 6, generator=g), torch.randint(0, 3, (8,), generator=g)
 
     return _case(make, batch, 3, 3, loss=_cross_entropy)
+
+
+def frozen(case: Case, prefix: str) -> Case:
+    """The same model with the parameters of this prefix frozen."""
+    dag = case.captured.opdag
+    params = tuple(msgspec.structs.replace(p, trainable=not p.name.startswith(prefix)) for p in dag.params)
+    return replace(case, captured=replace(case.captured, opdag=msgspec.structs.replace(dag, params=params)))
 
 
 def rows(batch: Any, start: int, size: int) -> Any:

@@ -39,7 +39,7 @@ def test_atom_figures_grow_with_the_batch(case: Case) -> None:
     assert all(a.forward_flops <= b.forward_flops <= 4 * a.forward_flops for a, b in zip(one, four, strict=True))
     assert sum(a.stash_bytes for a in one) < sum(a.stash_bytes for a in four)
     assert one[0].cut_bytes == 0
-    assert all(b.cut_bytes == 4 * a.cut_bytes for a, b in zip(one, four, strict=True))
+    assert all(a.cut_bytes <= b.cut_bytes <= 4 * a.cut_bytes for a, b in zip(one, four, strict=True))
     assert all(b.weight_bytes == a.weight_bytes for a, b in zip(one, four, strict=True))
 
 

@@ -103,6 +103,13 @@ def test_cuts_do_not_change_a_bit(name: str) -> None:
     assert again.weights_blake2b() == whole.weights_blake2b()
 
 
+def test_a_smaller_last_micro_batch_weighs_by_its_samples() -> None:
+    case = models.gpt2()
+    uneven = case.pipeline(2, micro_batches=3, micro_batch_size=3)
+    whole = case.pipeline(2, micro_batches=1, micro_batch_size=8)
+    assert losses(uneven, case, 3) == pytest.approx(losses(whole, case, 3), rel=1e-6)
+
+
 def test_recomputation_does_not_change_a_bit() -> None:
     for case in (models.gpt2(0.1), models.skip_net()):
         plain, recomputed = case.pipeline(3), case.pipeline(3, recompute=True)
@@ -139,7 +146,7 @@ def test_unused_parameter_is_left_alone() -> None:
 
 
 def test_frozen_first_stage_skips_its_backward() -> None:
-    case = models.skip_net(freeze_first=True)
+    case = models.frozen(models.skip_net(), "net.first.")
     seen: list[Frame] = []
     pipeline = case.pipeline(case.atoms, on_frame=seen.append)
     losses(pipeline, case, 2)
@@ -213,6 +220,26 @@ def test_codecs_apply_to_their_link_both_ways_only() -> None:
     sizes = {(f.kind, f.src, f.dst): len(f.payload) for f in seen if f.value == pipeline.programs[0].edges_out[0].value}
     assert sizes[Kind.ACT, 0, 1] < 0.6 * 4 * 2 * 12 * 32
     assert sizes[Kind.GRAD, 1, 0] == sizes[Kind.ACT, 0, 1]
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk:0.1", "topk-masked:0.1", "rotated:4/2", "subspace:4/2"])
+def test_any_codec_resumes_bit_for_bit(codec: str) -> None:
+    """What a codec carries from step to step is in the snapshot of both ends."""
+    case = models.gpt2()
+    options: dict[str, Any] = {"codecs": (LinkCodec(0, 1, codec), LinkCodec(1, 2, codec))}
+    through, stopped = case.pipeline(3, **options), case.pipeline(3, **options)
+    want = losses(through, case, 5)
+    losses(stopped, case, 3)
+    stopped.evaluate([case.batch(9)])
+    held = [from_bytes(to_bytes(s.snapshot())) for s in stopped.stages]
+    new = case.pipeline(3, **options)
+    new.stages = [
+        Stage(p, case.captured.opdag, new.numerics, new.optimizer, 0, state, first_tick=7)
+        for p, state in zip(new.programs, held, strict=True)
+    ]
+    new.step, new.tick = 3, 7
+    assert [new.train_step(case.batch(step)) for step in (3, 4)] == want[3:]
+    assert new.weights_blake2b() == through.weights_blake2b()
 
 
 def test_bfloat16_compute_stays_near_float32() -> None:

@@ -51,6 +51,8 @@ def train(config: Config, *, run_dir: Path | None, report: Path | None, origin: 
     folder = folder_for(config, str(run_dir) if run_dir else None)
     if RunFolder(folder).sets():
         raise InputError(f"{folder} holds a run already; continue it with: fusion-run resume {folder}")
+    if folder.exists() and not (folder / CONFIG).exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} exists and is no run folder; give a new one with --run-dir or run.dir")
     swarm = choose_swarm(config)
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)

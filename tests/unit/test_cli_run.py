@@ -129,6 +129,10 @@ BAD = {
         ],
         "odd_models.py:10",
     ),
+    "not a run folder": (
+        lambda: ["train", "run.toml", "--local", "2", "--run-dir", "."],
+        ". exists and is no run folder; give a new one",
+    ),
     "no such run": (lambda: ["show", "dogs"], "no run 'dogs'"),
     "nobody trains": (lambda: [make_run(Path("runs/cats")) and "stop", "cats"], "fusion-run resume runs/cats"),
     "nothing left to do": (

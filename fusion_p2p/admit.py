@@ -30,7 +30,7 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True):
     data_bytes: int = 8 << 20  # the encoded graph
     nodes: int = 50_000
     const_bytes: int = 4 << 20
-    batch: int = 64
+    batch: int = 8  # the run's micro-batch size
     value_bytes: int = 8 << 30  # the largest single value or kernel workspace
     total_bytes: int = 256 << 30  # parameters, buffers and everything the operators make
     flops: int = 10**15
@@ -115,7 +115,7 @@ def _check_names(dag: OpDag) -> None:
     }
     for what, names in groups.items():
         if len(set(names)) != len(names):
-            raise AdmissionError(f"an {what} name is used twice")
+            raise AdmissionError(f"the same {what} name is used twice")
         for name in names:
             if not 0 < len(name) <= NAME_MAX or not name.isprintable():
                 raise AdmissionError(f"{what} name {name[:40]!r} is not 1 to {NAME_MAX} printable characters")

@@ -159,8 +159,10 @@ def out_bytes(node: Node, specs: Sequence[ValueSpec], batch: int) -> int:
 def workspace_bytes(node: Node, specs: Sequence[ValueSpec], batch: int) -> int:
     """Upper bound on what kernels take besides arguments and results: contiguous copies, im2col, attention weights."""
     op, s = OPS[node.op], _shapes(node, specs, batch)
-    if op.cost == "view":
-        return out_bytes(node, specs, batch) or sum(spec_bytes(specs[i], batch) for i in node.outs if i >= 0)
+    if op.cost == "view":  # reshape copies where the strides do not allow a view
+        return sum(spec_bytes(specs[i], batch) for i in node.outs if i >= 0)
+    if op.cost in ("ew", "create", "reduce", "fn"):
+        return 0
     item = max((ITEM_BYTES[specs[i].dtype] for i in refs(node.args) + [o for o in node.outs if o >= 0]), default=8)
     if op.cost == "sdpa":
         q, k = s.ins[:2]

@@ -89,6 +89,7 @@ class FenceMachine:
         self._resigned: FenceRecord | None = None
         self._reason = ""
         self._now = self._entered = float("-inf")
+        self._quick_until = float("-inf")
         self._beat = Beat(score=score)
 
     @property
@@ -128,8 +129,7 @@ class FenceMachine:
             shards = (0, 1, 2, 3) if self.members_known <= _SMALL else (self._shard,)
             self._shard = (self._shard + 1) % 4
         # Leaders look for rivals, newcomers for leaders.
-        index = self._new or (self.leading and self._rounds % (1 if self._rounds < 4 * FIRST_ROUNDS else 4) == 0)
-        return Wants(leader_of=self.fence or None, index=index, shards=shards)
+        return Wants(leader_of=self.fence or None, index=self._new or self.leading, shards=shards)
 
     def probe(self, now: float) -> str | None:
         """Whom to measure bandwidth with now; None if it is not this peer's turn."""
@@ -180,6 +180,8 @@ class FenceMachine:
     def heard(self, peer: str, rtt_s: float, beat: Beat, now: float, *, relayed: bool = False) -> None:
         """A ping was answered."""
         self.sights.heard(peer, rtt_s, beat, now, relayed=relayed)
+        if peer == self.leader and beat.leader == peer and beat.fence == self.fence:
+            self._lead_seen = max(self._lead_seen, now)  # a sign of life as good as its record
 
     def missed(self, peer: str) -> None:
         """A ping was not answered in time."""
@@ -274,9 +276,10 @@ class FenceMachine:
         if now - seen <= LEASE_S:
             return  # the record was not found, but its lease may run
         if self._stand_at is None:
-            self._stand_at = now + self._rng.uniform(0, ROUND_S)
+            self._stand_at = now + self._rng.uniform(0, 2 * NEW_ROUND_S)
         if now >= self._stand_at:
             self._stand_at = None
+            self._quick_until = now + 2 * ROUND_S
             self._top_term = max(self._top_term, self.term) + 1
             self.leader, self.term = self.me, self._top_term
             self._lead = None
@@ -397,8 +400,13 @@ class FenceMachine:
         )  # fmt: skip
         return Stand(
             fence=fence, leader=self.leader, term=self.term, links=links, record=record, head=head,
-            resigned=self._resigned, reason=self._reason, next_s=NEW_ROUND_S if self._new else ROUND_S,
+            resigned=self._resigned, reason=self._reason, next_s=self._next_s(now),
         )  # fmt: skip
+
+    def _next_s(self, now: float) -> float:
+        """Sooner while new, while the leader is missed, and after standing, when others may have stood as well."""
+        missed = bool(self.fence) and not self.leading and now - max(self._lead_seen, self._entered) > LEASE_S - ROUND_S
+        return NEW_ROUND_S if self._new or missed or now < self._quick_until else ROUND_S
 
     def _leader_record(self, now: float, resigned_to: str = "") -> FenceRecord:
         living = {p: m for p, m in self._members.items() if not rules.silent(m, now)}

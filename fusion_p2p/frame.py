@@ -1,4 +1,4 @@
-"""What travels between stages: numbered frames (DESIGN section 2). The envelope bytes are `peer`'s, the payload is ours.
+"""What travels between stages: numbered frames (DESIGN section 2). The envelope is `peer`'s, the payload ours.
 
 A *tick* is one unit of the streams: a training step or one evaluation pass. Every (src, dst) pair is one channel;
 a stage's frames on a channel come in one order that does not depend on timing, so (tick, index) numbers them.
@@ -19,7 +19,7 @@ class Kind(enum.IntEnum):
     ACT = 3  # activation, producer -> consumer
     GRAD = 4  # gradient of an activation, consumer -> producer
     WEIGHT = 5  # a tied weight, owner -> user, once a tick
-    WGRAD = 6  # its summed gradient, user -> owner, once a tick
+    WGRAD = 6  # the running sum of its gradient, each user -> the next lower one, down to the owner, once a tick
     NORM = 7  # per-parameter squared norms (fp64) and finite flags, stage -> stage 0, once a tick
     VERDICT = 8  # stage 0 -> every stage: Verdict; a stage updates when it holds it
     LOSS = 9  # stage with the loss -> trainer, per micro-batch (fp32)

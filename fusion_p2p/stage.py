@@ -245,7 +245,7 @@ class Stage:
             g = sums[v] if v in sums else self._compute.gradient(v, None)
             if g is not None:
                 self._now.grads[name] = g
-        self._now.norms = {name: _squared_norm(g) for name, g in self._now.grads.items()}
+        self._now.norms = _squared_norms(self._now.grads)
         if self._stage != 0:
             frames.append(self._frame(Kind.NORM, 0, 0, 0, msgspec.msgpack.encode(self._now.norms)))
         return frames
@@ -346,9 +346,13 @@ class Stage:
         return Frame(kind, self._stage, dst, value, self.tick, m, payload)
 
 
-def _squared_norm(g: torch.Tensor) -> float:
-    parts = torch.view_as_real(g) if g.is_complex() else g
-    return float(torch.linalg.vector_norm(parts, dtype=torch.float64)) ** 2
+def _squared_norms(grads: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """In double precision; fetched from the device at once."""
+    if not grads:
+        return {}
+    parts = [torch.view_as_real(g) if g.is_complex() else g for g in grads.values()]
+    norms = torch.stack([torch.linalg.vector_norm(p, dtype=torch.float64) for p in parts])
+    return dict(zip(grads, norms.square().tolist(), strict=True))
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes, what: str) -> T:

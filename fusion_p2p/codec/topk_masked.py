@@ -1,8 +1,8 @@
 """`topk-masked:D[/B]`: Top-K whose gradient travels at the forward mask: the exact gradient of the masked network.
 
-Forward: gap-coded indices and 4-bit logarithmic values. Backward: a hash of the mask and B-bit unbiased rotated
-values (4 unless named), no indices; `include_indices(aux)` adds them, for a receiver whose mask differs (a sender
-rebuilt on hardware that rounds otherwise).
+Forward: channel means, and of what is left the largest: gap-coded indices and 4-bit logarithmic values. Backward: a
+hash of the mask and B-bit unbiased rotated values (4 unless named), no indices; `include_indices(aux)` adds them, for
+a receiver whose mask differs (a sender rebuilt on hardware that rounds otherwise).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import torch
 
+from fusion_p2p.codec import channels, rotation, wire
 from fusion_p2p.codec import indices as index_codec
-from fusion_p2p.codec import rotation, wire
 from fusion_p2p.codec.base import Aux, Codec, Direction, FrameKey, Shape
 from fusion_p2p.codec.names import bits, numbers
 from fusion_p2p.codec.names import density as parse_density
@@ -102,20 +102,26 @@ class TopKMasked(Codec):
         return Mask(aux.indices, aux.digest, True)
 
     def _encode_forward(self, x: torch.Tensor, key: FrameKey) -> tuple[wire.Body, Aux]:
-        flat, shape = x.view(-1), tuple(x.shape)
+        shape = tuple(x.shape)
+        rows, mean = channels.remove_mean(channels.to_rows(x))
+        flat = channels.from_rows(rows, shape).reshape(-1)
         indices = select(flat, kept(shape, self.density))
         host = indices.cpu().numpy()
-        body = [*index_codec.encode(host, flat.numel()), *_log_encode(flat[indices])]
+        body = [*mean, *index_codec.encode(host, flat.numel()), *_log_encode(flat[indices])]
         return body, Mask(indices, _digest(host))
 
     def _decode_forward(self, body: memoryview, shape: Shape, key: FrameKey) -> tuple[torch.Tensor, Aux]:
         k, n = kept(shape, self.density), wire.numel(shape)
         reader = wire.Reader(body)
+        mean = channels.read_mean(reader, shape, self.device)
         host = index_codec.decode(reader, k, n)
         values = _log_decode(reader, k, self.device)
         reader.done()
         indices = torch.from_numpy(host).to(self.device)
-        return self._scatter(indices, values, shape), Mask(indices, _digest(host))
+        x = self._scatter(indices, values, shape)
+        if mean is not None:
+            x = channels.from_rows(channels.to_rows(x) + mean, shape)
+        return x, Mask(indices, _digest(host))
 
     def _encode_backward(self, g: torch.Tensor, aux: Aux, key: FrameKey) -> wire.Body:
         flat, n = g.view(-1), g.numel()
@@ -152,13 +158,13 @@ class TopKMasked(Codec):
     def _bound(self, shape: Shape, direction: Direction) -> int:
         k, n = kept(shape, self.density), wire.numel(shape)
         if direction == "forward":
-            return index_codec.bound(k, n) + _log_size(k)
+            return channels.mean_bytes(shape) + index_codec.bound(k, n) + _log_size(k)
         return 1 + _HASH + index_codec.bound(k, n) + rotation.bound(k, self.backward_bits)
 
     def _bytes(self, shape: Shape, direction: Direction) -> float:
         k, n = kept(shape, self.density), wire.numel(shape)
         if direction == "forward":
-            return index_codec.expected(k, n) + _log_size(k)
+            return channels.mean_bytes(shape) + index_codec.expected(k, n) + _log_size(k)
         return 1 + _HASH + rotation.expected(k, self.backward_bits)
 
     def _passes(self, direction: Direction) -> float:

@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parent / "results"
 SEEDS, STEPS, HELD_OUT = (0, 1, 2, 3), 150, 200_000
 # (codec, least true ratio, most loss over dense) of the fine-tuning rows
 LADDER = (
-    ("transform:4/3", 7.8, 0.005),
+    ("transform:4/4", 7.8, 0.005),
     ("transform:2/1", 10.0, 0.01),
     ("transform:2/1", 13.0, 0.02),
     ("transform:1/0.5", 30.0, 0.06),

@@ -15,7 +15,7 @@ import torch
 from fusion_p2p import batch as batches
 from fusion_p2p import canonical, prepass, selfcheck
 from fusion_p2p.errors import CaptureError, InputError
-from fusion_p2p.ir import OpDag
+from fusion_p2p.ir import Input, OpDag, ValueSpec
 from fusion_p2p.merge import Tied, merge
 from fusion_p2p.modes import combine
 from fusion_p2p.propagate import ShapeError, propagate
@@ -47,7 +47,8 @@ class Captured:
     def feed(self, batch: Any) -> dict[int, torch.Tensor]:
         """Value id -> tensor for every graph input, from a batch of the same structure as the example.
 
-        Raises InputError if a tensor is missing or of another dtype, or a constant differs from the example's.
+        Raises InputError if a tensor is missing, of another dtype or shape, or out of range, or a constant differs
+        from the example's.
         """
         return feed(self.opdag, batch, self.constants)
 
@@ -69,8 +70,24 @@ def feed(opdag: OpDag, batch: Any, constants: Mapping[str, Any]) -> dict[int, to
         have = str(tensors[i.name].dtype).removeprefix("torch.")
         if have != want:
             raise InputError(f"batch tensor {i.name!r} is {have}, captured as {want}; convert it in the data pipeline")
+        _check_input(i, opdag.values[i.value], tensors[i.name])
         out[i.value] = tensors[i.name]
     return out
+
+
+def _check_input(i: Input, spec: ValueSpec, tensor: torch.Tensor) -> None:
+    if len(spec.shape) != tensor.dim() or any(
+        isinstance(want, int) and want != have for want, have in zip(spec.shape, tensor.shape, strict=False)
+    ):
+        want = ", ".join(str(d) if isinstance(d, int) else "samples" for d in spec.shape)
+        raise InputError(f"batch tensor {i.name!r} has shape {tuple(tensor.shape)}, captured as ({want})")
+    if i.vmin is None or i.vmax is None or tensor.numel() == 0:
+        return
+    low, high = int(tensor.min()), int(tensor.max())
+    if low < i.vmin or high > i.vmax:
+        raise InputError(
+            f"batch tensor {i.name!r} holds {low}..{high}, but the model indexes {i.vmin}..{i.vmax} with it"
+        )
 
 
 def call_model(model: torch.nn.Module, batch: Any) -> Any:

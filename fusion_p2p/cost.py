@@ -100,7 +100,7 @@ def _pool(s: _Shapes) -> int:
     return int(s.n_out * max(1, math.prod(abs(k) for k in kernel)) ** max(1, spatial))
 
 
-_FORMULAS: Mapping[str, Callable[[_Shapes], int]] = {
+FORMULAS: Mapping[str, Callable[[_Shapes], int]] = {
     "view": lambda s: 0,
     "create": lambda s: s.n_out,
     "ew": lambda s: max(s.n_out, s.n_in),
@@ -133,7 +133,7 @@ def _shapes(node: Node, specs: Sequence[ValueSpec], batch: int) -> _Shapes:
 
 def flops(node: Node, specs: Sequence[ValueSpec], batch: int) -> int:
     """Floating-point operations of the node's forward for a micro-batch of `batch` samples."""
-    return _FORMULAS[OPS[node.op].cost](_shapes(node, specs, batch))
+    return FORMULAS[OPS[node.op].cost](_shapes(node, specs, batch))
 
 
 def spec_bytes(spec: ValueSpec, batch: int) -> int:

@@ -3,7 +3,8 @@
 Layout (key -> subkey -> record):
   fence/FENCE/SHARD  peer id (38 bytes)                       PeerRecord, signed by the peer; and see fence_records
   runs/SHARD         owner key (32) + run id (16)             RunRecord, signed by the run's owner or its session key
-  run/RUN            owner key (32) + run id (16) + part name RunStages, RunLinks, RunEvents, signed likewise
+  run/RUN            owner key (32) + run id (16) + part name RunStages, RunLinks, RunEvents, RunFigures, likewise
+  receipts/RUN       peer id                                  Receipt, signed by the peer; see receipts
 
 A value is: major version (1 byte), delegation flag (1), [session key (32), its expiry (8), the owner's signature (64)],
 body (msgpack array, tagged), signature (64) over key, subkey, expiration, version, flag, delegation and body.
@@ -24,6 +25,7 @@ from msgspec import Meta
 from dht.errors import InputError, RecordError
 from dht.fence_records import FenceHead, FenceRecord, LinksRecord, index_key, leader_key
 from dht.identity import PEER_ID_BYTES, SIGNATURE_BYTES, Identity, peer_id_bytes, verify
+from dht.receipts import Receipt, receipts_key
 
 MAJOR = 1
 MAX_RECORD_BYTES = 2048
@@ -105,6 +107,8 @@ class RunRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=
     step_time_s: Seconds | None = None
     tokens_per_s: Rate | None = None
     published: Seconds = 0.0
+    wanted_peers: Count = 0  # more volunteers that it waits for
+    wanted_bytes: Size = 0  # device memory that each of them should offer; 0 unknown
 
 
 class StageHost(msgspec.Struct, frozen=True, array_like=True):
@@ -115,12 +119,31 @@ class StageHost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LinkBytes(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes sent from stage `src` to stage `dst` since the run's start (-1: the trainer), and the codec in force."""
+    """Bytes sent from stage `src` to stage `dst` since the run's start (-1: the trainer), and the codec in force.
+
+    Of the last steps: bytes a step, and what they would be uncompressed; 0 unknown.
+    """
 
     src: Annotated[int, Meta(ge=-1, le=1 << 20)]
     dst: Annotated[int, Meta(ge=-1, le=1 << 20)]
     bytes_sent: Size
     codec: Annotated[str, Meta(max_length=32)] = ""
+    bytes_per_step: Size = 0
+    dense_bytes_per_step: Size = 0
+
+
+class StageFigures(msgspec.Struct, frozen=True, array_like=True):
+    """Of the last step: seconds a stage computed, had its sender held up, and waited for others; None unknown.
+
+    `waiting_for`: what it waits for now, "" when it computes.
+    """
+
+    stage: Annotated[int, Meta(ge=0, le=1 << 20)]
+    replica: Annotated[int, Meta(ge=0, le=1 << 20)]
+    compute_s: Seconds | None = None
+    send_s: Seconds | None = None
+    wait_s: Seconds | None = None
+    waiting_for: Annotated[str, Meta(max_length=48)] = ""
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
@@ -155,10 +178,29 @@ class RunEvents(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=
     events: Annotated[tuple[Event, ...], Meta(max_length=16)]
 
 
-RunPart: TypeAlias = RunStages | RunLinks | RunEvents
+class RunFigures(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="run-figures"):
+    run: RunId
+    owner: Key32
+    part: Annotated[int, Meta(ge=0, le=63)]
+    plan: Count
+    stages: Annotated[tuple[StageFigures, ...], Meta(max_length=24)]
+
+
+RunPart: TypeAlias = RunStages | RunLinks | RunEvents | RunFigures
 FencePart: TypeAlias = FenceRecord | FenceHead | LinksRecord
-Record: TypeAlias = PeerRecord | RunRecord | RunStages | RunLinks | RunEvents | FenceRecord | FenceHead | LinksRecord
-_PART_NAMES: dict[type, bytes] = {RunStages: b"s", RunLinks: b"l", RunEvents: b"e"}
+Record: TypeAlias = (
+    PeerRecord
+    | RunRecord
+    | RunStages
+    | RunLinks
+    | RunEvents
+    | RunFigures
+    | FenceRecord
+    | FenceHead
+    | LinksRecord
+    | Receipt
+)
+_PART_NAMES: dict[type, bytes] = {RunStages: b"s", RunLinks: b"l", RunEvents: b"e", RunFigures: b"f"}
 _decoder = msgspec.msgpack.Decoder(Record)
 _encoder = msgspec.msgpack.Encoder()
 _DELEGATION = struct.Struct(">32sd64s")
@@ -216,6 +258,8 @@ def place(record: Record) -> tuple[str, bytes]:
         return leader_key(record.fence), peer_id_bytes(record.leader)
     if isinstance(record, FenceHead):
         return index_key(record.fence), peer_id_bytes(record.leader)
+    if isinstance(record, Receipt):
+        return receipts_key(record.run), peer_id_bytes(record.peer)
     subject = record.owner + bytes.fromhex(record.run)
     if isinstance(record, RunRecord):
         return f"runs/{_shard(subject, RUN_SHARDS)}", subject
@@ -326,7 +370,7 @@ def _decode(body: bytes) -> Record:
 
 def own_peer(record: Record) -> str | None:
     """The peer that signs this record of its own; None for a run's."""
-    if isinstance(record, PeerRecord | LinksRecord):
+    if isinstance(record, PeerRecord | LinksRecord | Receipt):
         return record.peer
     return record.leader if isinstance(record, FenceRecord | FenceHead) else None
 
@@ -340,7 +384,7 @@ def _not_a_peer_id(text: str) -> bool:
 
 
 def _signing_key(record: Record, signed: bytes, expiration: float) -> bytes:
-    if isinstance(record, PeerRecord | FencePart):
+    if isinstance(record, PeerRecord | FencePart | Receipt):
         if not signed[1]:
             return peer_id_bytes(own_peer(record) or "")[-32:]
         raise RecordError("a peer signs its own record; nobody may for it")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dht import records
-from dht.records import Record, RunEvents, RunLinks, RunRecord, RunStages
+from dht.records import Record, RunEvents, RunFigures, RunLinks, RunRecord, RunStages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,7 @@ class RunView:
     stages: tuple[records.StageHost, ...] = ()
     links: tuple[records.LinkBytes, ...] = ()
     events: tuple[records.Event, ...] = ()
+    figures: tuple[records.StageFigures, ...] = ()
 
 
 def join_run(head: RunRecord, parts: list[records.RunPart]) -> RunView:
@@ -26,11 +27,13 @@ def join_run(head: RunRecord, parts: list[records.RunPart]) -> RunView:
     stages = [s for p in parts if isinstance(p, RunStages) and p.plan == plan for s in p.stages]
     links = [link for p in parts if isinstance(p, RunLinks) and p.plan == plan for link in p.links]
     events = [e for p in parts if isinstance(p, RunEvents) for e in p.events]
+    figures = [f for p in parts if isinstance(p, RunFigures) and p.plan == plan for f in p.stages]
     return RunView(
         run=head,
         stages=tuple(sorted(stages, key=lambda s: (s.replica, s.stage))),
         links=tuple(sorted(links, key=lambda link: (link.src, link.dst))),
         events=tuple(sorted(events, key=lambda e: e.time)),
+        figures=tuple(sorted(figures, key=lambda f: (f.replica, f.stage))),
     )
 
 
@@ -43,8 +46,10 @@ def split_run(view: RunView) -> tuple[Record, ...]:
     out: list[Record] = [view.run]
     for part, at in enumerate(range(0, len(view.stages), 16)):
         out.append(RunStages(run=run, owner=owner, part=part, plan=plan, stages=view.stages[at : at + 16]))
-    for part, at in enumerate(range(0, len(view.links), 32)):
-        out.append(RunLinks(run=run, owner=owner, part=part, plan=plan, links=view.links[at : at + 32]))
+    for part, at in enumerate(range(0, len(view.links), 24)):
+        out.append(RunLinks(run=run, owner=owner, part=part, plan=plan, links=view.links[at : at + 24]))
+    for part, at in enumerate(range(0, len(view.figures), 16)):
+        out.append(RunFigures(run=run, owner=owner, part=part, plan=plan, stages=view.figures[at : at + 16]))
     if view.events:
         out.append(RunEvents(run=run, owner=owner, part=0, events=_that_fit(view.events)))
     return tuple(out)

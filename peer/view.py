@@ -21,6 +21,7 @@ from peer.events import EvalResult, Happening, LinkBytes, PlanAdopted, RunEvent,
 from peer.plot import spark
 
 _EVENTS_SHOWN = 6
+_LINKS_SHOWN = 8  # the busiest
 _LINE_EVERY_S = 5.0
 _RECENT = 20  # steps that rates are averaged over
 
@@ -109,8 +110,9 @@ class Picture:
         if self.plan is not None:
             rows.append(self._stages(self.plan))
         if self.links.sent:
-            sent = "  ".join(f"{_link(k)} {_bytes(v)}" for k, v in sorted(self.links.sent.items()))
-            rows.append(Text(f"sent  {sent}"))
+            busiest = sorted(self.links.sent.items(), key=lambda link: -link[1])[:_LINKS_SHOWN]
+            total = _bytes(sum(self.links.sent.values()))
+            rows.append(Text(f"sent {total}: " + "  ".join(f"{_link(k)} {_bytes(v)}" for k, v in busiest)))
         rows += [Text(f"{_clock(e.time_s)}  {e.text}", style="dim") for e in self.events]
         return Panel(Group(*rows), title=f"run {self.name}", title_align="left")
 

@@ -135,10 +135,12 @@ def small_run(place: Path) -> None:
 def wait_for_step(trainer: subprocess.Popen[str]) -> None:
     """Returns when the trainer has said that a step is done."""
     assert trainer.stdout is not None
+    said = []
     for line in trainer.stdout:
+        said.append(line)
         if line.startswith("step "):
             return
-    raise AssertionError(f"the trainer ended with {trainer.wait(10)} before a step")
+    raise AssertionError(f"the trainer ended with {trainer.wait(10)} before a step: {''.join(said)[-3000:]}")
 
 
 def test_a_paused_run_goes_on_as_if_nothing_had_been(place: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -19,20 +20,21 @@ from typing import Any
 
 import msgspec
 
-from dht import _guards, fence_records, records
+from dht import _guards, records
 from dht._hivemind import node_parts
 from dht.clock import SwarmClock, swarm_clock
-from dht.errors import DhtError, InputError, RecordError, SwarmUnreachable, TransportError
-from dht.fence_records import FenceHead, FenceRecord, FenceView, LinksRecord
-from dht.identity import peer_id_bytes
+from dht.errors import DhtError, InputError, SwarmUnreachable, TransportError
+from dht.identity import peer_id_bytes, peer_id_text
 from dht.p2p import P2PTransport
-from dht.records import REFRESH_S, TTL_S, PeerRecord, Record, RunEvents, RunLinks, RunRecord, RunStages, Signer
-from dht.runs import RunView, join_run, split_run
+from dht.reads import BoardReads
+from dht.receipts import Receipt
+from dht.records import NO_FENCE, REFRESH_S, TTL_S, PeerRecord, Record, RunRecord, Signer
+from dht.runs import RunView, split_run
+from dht.storing import Replicas
 from dht.validator import make_validator
 
 log = logging.getLogger("dht.node")
 
-READ_TIMEOUT_S = 15.0
 STORE_TIMEOUT_S = 15.0
 _RPC_S = 3.0  # a silent node costs this much per look-up
 _LOOKUP_S = 60.0  # hivemind's own `refresh_timeout` does nothing, so a random id is looked up this often
@@ -51,7 +53,7 @@ class _Own:
     changed: bool = True
 
 
-class Board:
+class Board(BoardReads):
     """Made by `Board.start`; the constructor only assigns."""
 
     def __init__(self, transport: P2PTransport, *, client_only: bool, clock: SwarmClock) -> None:
@@ -65,6 +67,8 @@ class Board:
         self._wake = asyncio.Event()
         self._stored = asyncio.Condition()
         self._replaced = asyncio.Lock()
+        self._replicas = Replicas()
+        self._membership = (NO_FENCE, "", 0)
 
     @classmethod
     async def start(cls, transport: P2PTransport, *, client_only: bool = False, timeout_s: float = 15.0) -> Board:
@@ -106,13 +110,29 @@ class Board:
                 )
             signer = Signer(self.transport.identity)
         now = self.clock.now()
-        record = _published(record, now)
+        record = self._placed(_published(record, now))
         records.seal(record, signer, expiration=now + TTL_S)
         place = records.place(record)
         known = self._own.get(place)
         tried_at = float("-inf") if known is None else known.tried_at
         self._own[place] = _Own(record, signer, tried_at)
         self._wake.set()
+
+    def set_membership(self, fence: str, leader: str, term: int) -> None:
+        """This peer's fence (NO_FENCE for none): its PeerRecord is published there, and says who leads it."""
+        if (fence, leader, term) == self._membership:
+            return
+        self._membership = (fence, leader, term)
+        for place, own in list(self._own.items()):
+            if isinstance(own.record, PeerRecord):
+                del self._own[place]
+                self.publish(own.record, own.signer)
+
+    def _placed(self, record: Record) -> Record:
+        if not isinstance(record, PeerRecord):
+            return record
+        fence, leader, term = self._membership
+        return msgspec.structs.replace(record, fence=fence, leader=leader, term=term)
 
     def publish_run(self, view: RunView, signer: Signer) -> None:
         """Publishes a run's head and parts; parts of an earlier, larger plan are refreshed no longer."""
@@ -126,7 +146,7 @@ class Board:
 
     def withdraw(self, record: Record) -> None:
         """Refreshes `record` no longer; it is gone within a TTL (45 s). To leave at once publish state "left" first."""
-        self._own.pop(records.place(record), None)
+        self._own.pop(records.place(self._placed(record)), None)
 
     async def flush(self, *, timeout_s: float = STORE_TIMEOUT_S) -> None:
         """Returns when everything published is stored at one replica at least; TransportError after `timeout_s`."""
@@ -138,87 +158,10 @@ class Board:
             waiting = ", ".join(key for (key, _), own in self._own.items() if own.changed)
             raise TransportError(f"not stored on the board after {timeout_s:g} s: {waiting}") from error
 
-    # --- reading
-
-    async def peers(self, *, fence: str | None = None, timeout_s: float = READ_TIMEOUT_S) -> tuple[PeerRecord, ...]:
-        """Peers that are on the swarm now, by peer id; of one fence only if `fence` names it (NO_FENCE: of none).
-
-        Four look-ups a fence. TransportError if the board does not answer.
-        """
-        fences = (fence,) if fence is not None else (records.NO_FENCE, *await self._fence_ids(timeout_s))
-        found = await self._read(tuple(k for f in fences for k in records.fence_keys(f)), PeerRecord, timeout_s)
-        newest: dict[str, PeerRecord] = {}
-        for p in found:  # a peer that changed fence is at both places for a while
-            if p.peer not in newest or p.published > newest[p.peer].published:
-                newest[p.peer] = p
-        return tuple(sorted((p for p in newest.values() if p.state != "left"), key=lambda p: p.peer))
-
-    async def fences(self, *, timeout_s: float = READ_TIMEOUT_S) -> tuple[FenceView, ...]:
-        """Every fence with a leader whose lease runs, largest first: one look-up a fence, and those of the index."""
-        keys = tuple(map(fence_records.leader_key, await self._fence_ids(timeout_s)))
-        found = await self._read(keys, FenceRecord, timeout_s) if keys else []
-        now = self.clock.now()
-        views = [fence_records.view(r, now) for r in fence_records.leads(found, now).values() if not r.resigned_to]
-        return tuple(sorted(views, key=lambda v: (-v.members, v.id)))
-
-    async def links(self, *, fence: str | None = None, timeout_s: float = READ_TIMEOUT_S) -> tuple[LinksRecord, ...]:
-        """What the peers of `fence` (of all) measured; see `dht.linkbook` for a view that fills the gaps."""
-        fences = (fence,) if fence is not None else (records.NO_FENCE, *await self._fence_ids(timeout_s))
-        found = await self._read(tuple(k for f in fences for k in records.links_keys(f)), LinksRecord, timeout_s)
-        newest: dict[str, LinksRecord] = {}
-        for r in found:
-            if r.peer not in newest or r.published > newest[r.peer].published:
-                newest[r.peer] = r
-        return tuple(newest[peer] for peer in sorted(newest))
-
-    async def fence_heads(self, *, timeout_s: float = READ_TIMEOUT_S) -> tuple[FenceHead, ...]:
-        """The index of fences: leaders whose lease runs."""
-        found = await self._read(fence_records.index_keys(), FenceHead, timeout_s)
-        return tuple(fence_records.leads(found, self.clock.now()).values())
-
-    async def leader(self, fence: str, *, timeout_s: float = READ_TIMEOUT_S) -> tuple[FenceRecord, ...]:
-        """Every leader's record of one fence, the lapsed ones too; `fence_records.leads` says which counts."""
-        return tuple(await self._read((fence_records.leader_key(fence),), FenceRecord, timeout_s))
-
-    async def _fence_ids(self, timeout_s: float) -> list[str]:
-        return sorted(head.fence for head in await self.fence_heads(timeout_s=timeout_s))
-
-    async def runs(self, *, timeout_s: float = READ_TIMEOUT_S) -> tuple[RunRecord, ...]:
-        """Every run on the board, newest first."""
-        found = await self._read(records.runs_keys(), RunRecord, timeout_s)
-        return tuple(sorted(found, key=lambda r: (-r.created, r.run)))
-
-    async def run(self, run: str, *, timeout_s: float = READ_TIMEOUT_S) -> RunView | None:
-        """One run with its parts, None if it is not on the board. `run` may be a unique prefix of the id, or the name.
-
-        InputError if several runs fit.
-        """
-        fits = [r for r in await self.runs(timeout_s=timeout_s) if r.run.startswith(run) or r.name == run]
-        if len(fits) > 1:
-            raise InputError(f"{run!r} fits several runs ({', '.join(r.run[:12] for r in fits)}); give more of the id")
-        return await self.view(fits[0], timeout_s=timeout_s) if fits else None
-
-    async def view(self, head: RunRecord, *, timeout_s: float = READ_TIMEOUT_S) -> RunView:
-        """The parts of a run that `runs` has named: one look-up."""
-        parts = await self._read((records.run_key(head.run),), (RunStages, RunLinks, RunEvents), timeout_s)
-        return join_run(head, [part for part in parts if part.owner == head.owner])
-
-    async def _read(self, keys: tuple[str, ...], kind: Any, timeout_s: float) -> list[Any]:
-        try:
-            async with asyncio.timeout(timeout_s):
-                # An infinite sufficient expiration is `latest=True`: every replica near the key is asked and merged.
-                found = await self._node.get_many(keys, sufficient_expiration_time=float("inf"))
-        except TimeoutError as error:
-            raise TransportError(f"the board has not answered in {timeout_s:g} s for {', '.join(keys)}") from error
-        out, now = [], self.clock.now()
-        for key, item in found.items():
-            entries = item.value.items() if item is not None and isinstance(item.value, dict) else ()
-            for subkey, (value, expiration) in entries:
-                with contextlib.suppress(RecordError):  # expired since, mostly; the validator has seen it
-                    record = records.unseal(records.key_id(key), subkey, value, expiration, now=now)
-                    if isinstance(record, kind):
-                        out.append(record)
-        return out
+    def strangers(self, count: int) -> list[str]:
+        """Some peers of the swarm at random, as this node's routing table knows them; they may have left."""
+        known = [peer_id_text(p.to_bytes()) for p in self._node.protocol.routing_table.uid_to_peer_id.values()]
+        return random.sample(known, min(count, len(known)))
 
     # --- lifecycle
 
@@ -269,6 +212,7 @@ class Board:
         async with self._replaced:
             storage = self._node.protocol.storage
             self._node.is_alive = False
+            self._replicas.forget()
             await self._p2p.shutdown()
             async with asyncio.timeout(15.0):
                 await self._attach(storage)
@@ -376,24 +320,17 @@ class Board:
             place: records.seal(_published(own.record, swarm_now), own.signer, expiration=expiration)
             for place, own in due.items()
         }
-        places = list(sealed)
         async with asyncio.timeout(STORE_TIMEOUT_S):
-            stored = await self._node.store_many(
-                [key for key, _ in places],
-                list(sealed.values()),
-                [expiration] * len(places),
-                subkeys=[subkey for _, subkey in places],
-                exclude_self=self._client_only,  # what only a reader keeps, nobody finds
-            )
+            stored = await self._replicas.store(self._node, sealed, expiration, keep_here=not self._client_only)
         for place, own in due.items():
-            if stored.get(place):
+            if place in stored:
                 own.changed = False
         async with self._stored:
             self._stored.notify_all()
 
 
 def _published(record: Record, now: float) -> Record:
-    if isinstance(record, PeerRecord | RunRecord):
+    if isinstance(record, PeerRecord | RunRecord | Receipt):
         return msgspec.structs.replace(record, published=round(now, 2))
     return record
 

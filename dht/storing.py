@@ -1,0 +1,110 @@
+"""Storing records at the peers nearest to their keys, which are looked up now and then only.
+
+hivemind looks them up at each store, and every peer asked answers with the whole dictionary under the key: at a
+thousand peers that is most of all traffic. Here the look-up asks for the key's neighbour in the id space (last bit
+flipped: the same peers are nearest, and nothing is stored there), and its result is used for LOOKUP_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dht import records
+from dht._hivemind import node_parts
+
+REPLICAS = 5
+_ENOUGH = 3  # fewer answers than this: look again, peers have left
+LOOKUP_S = 120.0
+
+Place = tuple[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Nearest:
+    peers: tuple[Any, ...]  # hivemind PeerIDs
+    here: bool  # this node is one of them
+    until: float
+
+
+class Replicas:
+    """Remembers who is nearest to the keys that this peer stores at."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Nearest] = {}
+
+    def forget(self) -> None:
+        self._known.clear()
+
+    async def store(
+        self, node: Any, sealed: Mapping[Place, bytes], expiration: float, *, keep_here: bool
+    ) -> frozenset[Place]:
+        """Places of `sealed` (values signed for `expiration`) stored at one replica at least. `keep_here`: this node
+        may be one."""
+        by_key: dict[str, list[Place]] = defaultdict(list)
+        for place in sealed:
+            by_key[place[0]].append(place)
+        for key in [k for k in self._known if k not in by_key and self._known[k].until < _now()]:
+            del self._known[key]
+        done = await asyncio.gather(
+            *(self._store_key(node, key, places, sealed, expiration, keep_here) for key, places in by_key.items())
+        )
+        return frozenset().union(*done)
+
+    async def _store_key(
+        self, node: Any, key: str, places: list[Place], sealed: Mapping[Place, bytes], expiration: float, keep: bool
+    ) -> frozenset[Place]:
+        known = self._known.get(key)
+        fresh = known is None or known.until <= _now()
+        nearest = known if known is not None and not fresh else await self._look_up(node, key, keep)
+        stored, answers = await self._store_at(node, nearest, key, places, sealed, expiration)
+        if answers < min(_ENOUGH, len(nearest.peers)):
+            self._known.pop(key, None)
+            if not fresh:
+                nearest = await self._look_up(node, key, keep)
+                again, _ = await self._store_at(node, nearest, key, places, sealed, expiration)
+                stored |= again
+        return stored
+
+    async def _look_up(self, node: Any, key: str, keep: bool) -> _Nearest:
+        parts = node_parts()
+        beside = parts.DHTID(int.from_bytes(records.key_id(key), "big") ^ 1)
+        found = await node.find_nearest_nodes([beside], k_nearest=REPLICAS, exclude_self=not keep)
+        nodes = found[beside]
+        peers = tuple(peer for node_id, peer in nodes.items() if node_id != node.node_id)
+        # In a swarm of a few peers each newcomer changes who is nearest, and a look-up costs little.
+        until = _now() + (LOOKUP_S if len(nodes) >= REPLICAS else 0.0)
+        nearest = self._known[key] = _Nearest(peers, node.node_id in nodes, until)
+        return nearest
+
+    @staticmethod
+    async def _store_at(
+        node: Any, nearest: _Nearest, key: str, places: list[Place], sealed: Mapping[Place, bytes], expiration: float
+    ) -> tuple[frozenset[Place], int]:
+        """(what was stored, how many peers answered)."""
+        parts = node_parts()
+        key_id = parts.DHTID(int.from_bytes(records.key_id(key), "big"))
+        protocol = node.protocol
+        values = [protocol.serializer.dumps(sealed[place]) for place in places]
+        subkeys = [place[1] for place in places]
+        stored = set()
+        if nearest.here:
+            for place, value in zip(places, values, strict=True):
+                if protocol.storage.store_subkey(key_id, place[1], value, expiration):
+                    stored.add(place)
+        results = await asyncio.gather(
+            *(
+                protocol.call_store(peer, [key_id] * len(places), values, [expiration] * len(places), subkeys)
+                for peer in nearest.peers
+            )
+        )
+        for result in results:
+            stored |= {place for place, ok in zip(places, result or (), strict=False) if ok}
+        return frozenset(stored), sum(result is not None for result in results)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -59,6 +59,12 @@ def tcp_port(text: str) -> int:
     return int(parts[parts.index("tcp") + 1]) if "tcp" in parts else 0
 
 
+def ip_of(text: str) -> str:
+    """The IP address of a multiaddr, "" if it begins with none."""
+    parts = check_address(text).split("/")
+    return parts[2] if len(parts) > 2 and parts[1] in ("ip4", "ip6") else ""
+
+
 def with_tcp_port(text: str, port: int) -> str:
     """The same multiaddr with another TCP port."""
     parts = check_address(text).split("/")

@@ -37,7 +37,7 @@ log = logging.getLogger("dht.node")
 
 STORE_TIMEOUT_S = 15.0
 _RPC_S = 3.0  # a silent node costs this much per look-up
-_LOOKUP_S = 60.0  # hivemind's own `refresh_timeout` does nothing, so a random id is looked up this often
+_LOOKUP_S = 180.0  # hivemind's own `refresh_timeout` does nothing, so a random id is looked up this often
 _CLOCK_S = 300.0
 _REMEMBERED = 32
 _MIN_INTERVAL_S = 1.0  # a record that changes faster is stored this often

@@ -1,4 +1,4 @@
-"""Storing records at the peers nearest to their keys, which are looked up now and then only.
+"""Storing and reading records at the peers nearest to their keys, which are looked up now and then only.
 
 hivemind looks them up at each store, and every peer asked answers with the whole dictionary under the key: at a
 thousand peers that is most of all traffic. Here the look-up asks for the key's neighbour in the id space (last bit
@@ -8,6 +8,7 @@ flipped: the same peers are nearest, and nothing is stored there), and its resul
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dht import records
 from dht._hivemind import node_parts
 
 REPLICAS = 5
+COMPARED = 3
 _ENOUGH = 3  # fewer answers than this: look again, peers have left
 LOOKUP_S = 120.0
 
@@ -53,6 +55,34 @@ class Replicas:
             *(self._store_key(node, key, places, sealed, expiration, keep_here) for key, places in by_key.items())
         )
         return frozenset().union(*done)
+
+    async def read(self, node: Any, keys: tuple[str, ...], *, keep_here: bool) -> list[tuple[str, Any, bytes, float]]:
+        """(key, subkey, value, expiration) as COMPARED replicas of each key say, for what is read every round; the
+        validator has seen them. A replica that leaves something out hides it from nobody while another has it."""
+        found = await asyncio.gather(*(self._read_key(node, key, keep_here) for key in keys))
+        return [entry for entries in found for entry in entries]
+
+    async def _read_key(self, node: Any, key: str, keep: bool) -> list[tuple[str, Any, bytes, float]]:
+        known = self._known.get(key)
+        if known is None or known.until <= _now():
+            known = await self._look_up(node, key, keep)
+        protocol = node.protocol
+        key_id = node_parts().DHTID(int.from_bytes(records.key_id(key), "big"))
+        asked = random.sample(known.peers, min(COMPARED, len(known.peers)))
+        answers = await asyncio.gather(*(protocol.call_find(peer, [key_id]) for peer in asked))
+        if sum(a is not None for a in answers) < min(2, len(asked)):
+            self._known.pop(key, None)
+        items = [answer[key_id][0] for answer in answers if answer and key_id in answer]
+        if known.here:
+            items.append(protocol.storage.get(key_id))
+        merged: dict[Any, tuple[bytes, float]] = {}
+        for item in items:
+            if item is None or not isinstance(item.value, node_parts().DictionaryDHTValue):
+                continue
+            for subkey, (value, expiration) in item.value.items():
+                if subkey not in merged or merged[subkey][1] < expiration:
+                    merged[subkey] = protocol.serializer.loads(value), expiration
+        return [(key, subkey, value, expiration) for subkey, (value, expiration) in merged.items()]
 
     async def _store_key(
         self, node: Any, key: str, places: list[Place], sealed: Mapping[Place, bytes], expiration: float, keep: bool

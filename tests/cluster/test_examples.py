@@ -120,6 +120,7 @@ tokenizer = "bytes"
 micro_batches = 2
 micro_batch_size = 2
 [optimizer]
+lr = 3e-3
 warmup = 2
 decay_steps = 6
 [checkpoint]
@@ -132,14 +133,14 @@ def small_run(place: Path) -> None:
     (place / "book.txt").write_text("the cat sat on the mat and the dog sat on the log.\n" * 200)
 
 
-def wait_for_step(trainer: subprocess.Popen[str]) -> None:
-    """Returns when the trainer has said that a step is done."""
+def wait_for_step(trainer: subprocess.Popen[str]) -> float:
+    """The loss of the first step that the trainer says is done."""
     assert trainer.stdout is not None
     said = []
     for line in trainer.stdout:
         said.append(line)
         if line.startswith("step "):
-            return
+            return float(line.split()[3])
     raise AssertionError(f"the trainer ended with {trainer.wait(10)} before a step: {''.join(said)[-3000:]}")
 
 
@@ -169,14 +170,15 @@ def test_a_paused_run_goes_on_as_if_nothing_had_been(place: Path) -> None:
 def test_ctrl_c_ends_cleanly_and_a_fork_starts_from_the_checkpoint(place: Path) -> None:
     small_run(place)
     fusion_run(place, "train", "run.toml", "--local", "2", "--report", "r.json")
-    [held_out] = json.loads((place / "r.json").read_text())["evals"]
+    report = json.loads((place / "r.json").read_text())
+    [held_out] = report["evals"]
     evaluated = json.loads(fusion_run(place, "eval", "cats", "--json"))
     assert evaluated["step"] == held_out["step"] == 6
     assert held_out["loss"] == pytest.approx(evaluated["loss"], rel=1e-5)
     (place / "fork.toml").write_text(SMALL.replace('"cats"', '"kittens"').replace("steps = 6", "steps = 100000"))
     trainer = start(place, "fork", "cats", "fork.toml", "--local", "2")
     with trainer:
-        wait_for_step(trainer)
+        assert wait_for_step(trainer) < report["steps"][0]["loss"] - 0.02
         trainer.send_signal(signal.SIGINT)
         rest = trainer.communicate(timeout=20)[0]
     assert trainer.returncode == 130

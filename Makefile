@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup  ## train GPT-2 on a swarm of 4 volunteer processes on this machine (5 minutes)
-	@$(BIN)/fusion-run train examples/gpt2.toml --local 4
+	@$(BIN)/fusion-run train examples/gpt2.toml --local 4 --run-dir runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: setup  ## all tests (at most 20 minutes on 2 cores)
 	$(BIN)/python -m pytest tests -m "not soak"

@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 
 AHEAD = 2  # ticks released before the oldest is done: the next one's data is there when a stage is free
 MAX_REPORT_BYTES = 4096
-FATAL_FAULTS = frozenset({"died", "frame", "memory", "cap", "leaving"})
+FATAL_FAULTS = frozenset({"died", "frame", "memory", "cap", "leaving", "gap"})
+HONEST_FAULTS = frozenset({"leaving", "gap"})  # after which the host may be given a stage again
 T = TypeVar("T")
 
 
@@ -300,7 +301,8 @@ class Trainer:
 
     def _on_fault(self, peer: str, fault: StageFault) -> None:
         if fault.code in FATAL_FAULTS:
-            self._live.excluded.add(peer)
+            if fault.code not in HONEST_FAULTS:
+                self._live.excluded.add(peer)
             self._live.lose(peer, fault.reason)
         else:
             self._live.say("waiting", f"stage {fault.stage}: {fault.reason}", peer=peer, stage=fault.stage)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -191,13 +194,9 @@ with fusion_p2p.Run(plain.gpt2(layers=1), data=plain.token_batches(4, 4), micro_
 
 
 @pytest.mark.timeout(120)
-def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
-    """A plain script without a __main__ guard, interrupted."""
-    import os
-    import signal
-
-    import psutil
-
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_end_of_a_script_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    """A plain script without a __main__ guard, interrupted or killed: its volunteers end with it."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     environment = os.environ | {"FUSION_HOME": str(tmp_path / "home"), "TMPDIR": str(temporary)}
@@ -207,7 +206,11 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     assert script.stdout.readline() == "training\n"
     family = [p for pid in pids for p in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]]
     family += psutil.Process(script.pid).children(recursive=True)
-    script.send_signal(signal.SIGINT)
+    assert len(family) > len(pids)
+    script.send_signal(number)
     assert script.wait(timeout=15) != 0
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive
+    if number == signal.SIGINT:  # an interrupted run keeps its folder and nothing else
+        left = [p.name for p in temporary.iterdir() if not p.name.startswith("torch")]  # torch's own cache
+        assert [name[:11] for name in left] == ["fusion-run-"]

@@ -285,6 +285,9 @@ def _ask(options: argparse.Namespace) -> int:
 def _status_text(status: PeerStatus) -> str:
     others = "board not read yet" if status.peers is None else f"{status.peers} peers on the board"
     lines = [f"peer {status.peer} ({status.name}): {status.state}, up {status.uptime_s:.0f} s, {others}"]
+    if status.fence:
+        leads = "led by this peer" if status.leader == status.peer else f"led by ..{status.leader[-8:]}"
+        lines.append(f"  fence {status.fence}, {leads}")
     for d in status.devices:
         rate = f"{d.flops_per_s / 1e9:.0f} GFLOP/s, {d.memory_bytes_per_s / 1e9:.1f} GB/s" if d.flops_per_s else d.state
         lines.append(

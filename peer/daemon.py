@@ -16,6 +16,7 @@ import psutil
 from dht import p2p, records
 from dht.control import socket_path
 from dht.errors import DhtError
+from dht.fencing import Fencing
 from dht.home import remember_swarm
 from dht.node import Board
 from dht.p2p import P2PTransport
@@ -80,6 +81,7 @@ class Daemon:
         self._published: records.PeerRecord | None = None
         self._addresses: tuple[str, ...] = ()
         self._seen_peers: int | None = None
+        self._fencing: Fencing | None = None
 
     def leave(self) -> None:
         self._leaving.set()
@@ -119,6 +121,7 @@ class Daemon:
         folder = socket_path(transport.control_address).parent
         local = LocalControl(folder / "local", o.home, transport.peer_id, lambda c: self._answer(c, board))
         await local.start()
+        self._fencing = await Fencing.start(board, score=_leader_score(o), busy=lambda: bool(volunteer.stages))
         remember_swarm(self._addresses + o.bootstrap)
         self._publish(board)
         self.joined = True
@@ -142,6 +145,8 @@ class Daemon:
                 await board.flush(timeout_s=LEAVE_S / 4)
         except (DhtError, TimeoutError) as error:
             log.info("leaving: %s", error)
+        if self._fencing is not None:
+            await self._fencing.close()
         local.close()
         for task in tasks:
             task.cancel()
@@ -252,8 +257,12 @@ class Daemon:
                 for (run, stage), s in sorted(v.stages.items())
             ),
             peers=self._seen_peers, daemon_bytes=int(psutil.Process().memory_info().rss), hours=v.policy.hours,
-            runs=v.policy.owners,
+            runs=v.policy.owners, fence=self._stands()[0], leader=self._stands()[1],
         )  # fmt: skip
+
+    def _stands(self) -> tuple[str, str]:
+        stand = None if self._fencing is None else self._fencing.stand
+        return ("", "") if stand is None or stand.fence == records.NO_FENCE else (stand.fence, stand.leader)
 
 
 def _device_view(name: str, executor: ExecutorProcess) -> DeviceView:
@@ -271,6 +280,11 @@ def board_names(wanted: tuple[str, ...]) -> list[tuple[str, str]]:
     """(name on the board, torch's name) of each device. On the board devices of a kind are numbered from 0."""
     cards = [d for d in wanted if d != "cpu"]
     return [("cpu", "cpu")] * ("cpu" in wanted) + [(f"cuda:{i}", d) for i, d in enumerate(cards)]
+
+
+def _leader_score(options: JoinOptions) -> int:
+    """What makes a good leader: it is there at all hours, and is not capped in what it may send."""
+    return 1 + 2 * (not options.policy.hours) + (options.upload_bytes_per_s is None)
 
 
 def _rounded(figure: float) -> float:

@@ -62,6 +62,8 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     daemon_bytes: int
     hours: str = ""
     runs: tuple[str, ...] = ()
+    fence: str = ""
+    leader: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True):

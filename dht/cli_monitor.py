@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 EXIT_CODES = """\
 exit codes:
@@ -47,7 +48,36 @@ def parser() -> argparse.ArgumentParser:
     status.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=20.0, help="give up after this long (default: 20 s)"
     )
+    _add_top(commands)
+    _add_web(commands)
     return top
+
+
+def _add_top(commands: Any) -> None:
+    top = commands.add_parser(
+        "top",
+        help="watch runs, fences, peers and events in the terminal",
+        description="Shows the swarm live; in plain lines where the output is not a terminal. Ctrl-C ends.",
+    )
+    top.add_argument("--swarm", metavar="ADDR[,ADDR]", help="as of status")
+    top.add_argument("--every", metavar="SECONDS", type=float, default=5.0, help="look this often (default: 5 s)")
+
+
+def _add_web(commands: Any) -> None:
+    web = commands.add_parser(
+        "web",
+        help="serve the swarm as a web page, a JSON API and Prometheus metrics",
+        description="Serves the page at /, its API (/api/openapi.json) and /metrics. Needs: pip install fusion-p2p[web]",
+    )
+    web.add_argument("--swarm", metavar="ADDR[,ADDR]", help="as of status")
+    web.add_argument("--every", metavar="SECONDS", type=float, default=5.0, help="look this often (default: 5 s)")
+    web.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+    web.add_argument("--port", type=int, default=8317, help="port to listen on, 0 for a free one (default: 8317)")
+    web.add_argument(
+        "--history", metavar="FILE", help="keep history here, or 'none' (default: a file in $FUSION_HOME per swarm)"
+    )
+    web.add_argument("--history-days", metavar="DAYS", type=float, default=7.0, help="forget after (default: 7 days)")
+    web.add_argument("--history-mb", metavar="MB", type=int, default=256, help="most that it takes (default: 256 MB)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dht.errors import DhtError
 
     try:
-        return _status(options)
+        return {"status": _status, "top": _top, "web": _web}[options.command](options)
     except DhtError as error:
         print(f"fusion-monitor: {error}", file=sys.stderr)
         return error.exit_code
@@ -79,6 +109,46 @@ def _status(options: argparse.Namespace) -> int:
     snapshot = asyncio.run(take_snapshot(resolve_swarm(options.swarm), run=options.run, timeout_s=options.timeout))
     print(as_json(snapshot) if options.json else as_text(snapshot), flush=True)
     return 4 if options.run and not any(v.run.state in ("training", "done") for v in snapshot.runs) else 0
+
+
+def _every(options: argparse.Namespace) -> float:
+    from dht.errors import InputError
+
+    if not 1 <= options.every <= 3600:
+        raise InputError(f"--every {options.every:g} is not between 1 and 3600 seconds")
+    return float(options.every)
+
+
+def _top(options: argparse.Namespace) -> int:
+    import asyncio
+
+    from dht.home import resolve_swarm
+    from dht.top import watch
+
+    return asyncio.run(watch(resolve_swarm(options.swarm), every_s=_every(options)))
+
+
+def _web(options: argparse.Namespace) -> int:
+    import asyncio
+
+    from dht.errors import InputError
+    from dht.home import resolve_swarm
+
+    try:
+        from dht.web.run import serve_swarm
+    except ModuleNotFoundError as error:
+        raise InputError(f"{error.name} is not installed; run: pip install 'fusion-p2p[web]'") from error
+    every_s = _every(options)
+    if not 0 <= options.port <= 65535:
+        raise InputError(f"--port {options.port} is not between 0 and 65535")
+    if not (0 < options.history_days <= 3650 and 1 <= options.history_mb <= 1 << 20):
+        raise InputError("--history-days must be between 0 and 3650, --history-mb between 1 and 1048576")
+    return asyncio.run(
+        serve_swarm(
+            resolve_swarm(options.swarm), every_s=every_s, host=options.host, port=options.port,
+            history=options.history, max_age_s=options.history_days * 86400.0, max_bytes=options.history_mb << 20,
+        )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from fusion_p2p.planner.workload import Floats
 
 Ints = npt.NDArray[np.int64]
 MOST_IN_SET = 32  # devices of a neighbourhood, about
+CENTRES = 24  # devices that neighbourhoods are grown from
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,29 +114,44 @@ def lower_bound_s(costs: Costs, *, must_use_all: bool = False) -> float:
 
 
 def neighbourhoods(costs: Costs, pace_s: float) -> list[Ints]:
-    """Around every usable device, the set of devices near and fast enough to help it; the most promising set first.
+    """Sets of devices near and fast enough to help each other, the most promising first.
 
-    A device is taken in the order of (hop from the centre + pace) x its seconds for the model, as long as the
-    estimate falls: balance over the set, every hop as dear as from the centre.
+    A set grows from one device like a tree: next comes the device of least (hop to the nearest member + pace) x its
+    seconds for the model, for as long as the estimate falls: balance over the set, each hop as dear as when it came.
     """
     trip, slow = cheapest_hop(costs)
-    trip = np.where(np.eye(len(trip), dtype=bool), 0.0, np.minimum(trip, trip.T))
+    trip, slow = np.minimum(trip, trip.T), np.minimum(slow, slow.T)
     usable = np.flatnonzero(costs.room_bytes > 0)
-    whole = costs.work_s[usable, -1]
-    trip, slow = (
-        trip[np.ix_(usable, usable)],
-        np.where(np.eye(len(usable), dtype=bool), 0.0, slow[np.ix_(usable, usable)]),
-    )
+    whole = np.where(costs.room_bytes > 0, costs.work_s[:, -1], INF)
     key = (trip + pace_s) * whole[None, :]
-    np.fill_diagonal(key, -1.0)
-    order = np.argsort(key, axis=1, kind="stable")[:, : 4 * MOST_IN_SET]
-    rows = np.arange(len(usable))[:, None]
-    balance = 1.0 / np.cumsum(1.0 / whole[order], axis=1)
-    slowest = np.maximum(balance, np.maximum.accumulate(slow[rows, order], axis=1))
-    count = np.arange(1, order.shape[1] + 1)
-    total = count * balance + np.cumsum(trip[rows, order], axis=1) + (costs.m - 1) * slowest
-    best = total.argmin(axis=1)
-    return [usable[order[i, : best[i] + 1]] for i in np.argsort(total.min(axis=1), kind="stable")]
+    np.fill_diagonal(key, INF)
+    # A centre is promising if it and its nearest dozen are fast.
+    near = np.partition(key[usable], min(12, len(usable) - 1), axis=1)[:, :12].mean(axis=1)
+    centres = usable[np.argsort(near * whole[usable], kind="stable")][:CENTRES]
+    grown = [_grow(int(c), trip, slow, whole, pace_s, costs.m) for c in centres]
+    return [members for _, members in sorted(grown, key=lambda g: g[0])]
+
+
+def _grow(centre: int, trip: Floats, slow: Floats, whole: Floats, pace_s: float, m: int) -> tuple[float, Ints]:
+    """(estimated step seconds, members) of the best prefix of the set grown from `centre`."""
+    members, hops, slowest = [centre], 0.0, 0.0
+    hop, tx = trip[centre].copy(), slow[centre].copy()
+    left = np.isfinite(whole)
+    left[centre] = False
+    power = 1.0 / float(whole[centre])
+    best, keep = m / power, 1
+    for _ in range(min(int(left.sum()), 2 * MOST_IN_SET)):
+        d = int(np.where(left, (hop + pace_s) * whole, INF).argmin())
+        left[d] = False
+        hops, slowest = hops + float(hop[d]), max(slowest, float(tx[d]))
+        power += 1.0 / float(whole[d])
+        members.append(d)
+        closer = trip[d] < hop
+        hop, tx = np.where(closer, trip[d], hop), np.where(closer, slow[d], tx)
+        total = len(members) / power + hops + (m - 1) * max(1.0 / power, slowest)
+        if total < best:
+            best, keep = total, len(members)
+    return best, np.array(members[:keep], dtype=np.int64)
 
 
 def _spanning_tree(w: Floats) -> list[tuple[int, int]]:

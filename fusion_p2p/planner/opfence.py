@@ -15,7 +15,7 @@ from fusion_p2p.planner.dp import Ints
 from fusion_p2p.planner.fences import Fences, find_fences
 from fusion_p2p.planner.workload import Floats
 
-MOST_DEVICES = 40  # considered for one chain where skipping is allowed; longer chains pay in latency
+MOST_DEVICES = 64  # considered for one chain where skipping is allowed; longer chains pay in latency
 LOCAL_ORDERS = 24  # neighbour orders of one round of local search
 DOUBT, RISK = 1.5, 1 / 3  # links may be this many times slower than measured; the weight of that case
 SPREAD = np.array([1.02, 1.2, 1.45, 1.8, 2.4, 3.5])  # first thresholds, in units of the bound's bottleneck

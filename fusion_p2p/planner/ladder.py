@@ -66,13 +66,13 @@ def default_ladder(tau: float = 0.25, wire_bytes_per_element: float = 4.0) -> La
     e = wire_bytes_per_element
     rungs = (
         DENSE,
-        Rung("dense:bf16", 2.0 / e, 0.5e-9, 0.5e-9, 0.0005),
-        Rung("int8", 1.03 / e, 1.0e-9, 1.0e-9, 0.001),
-        Rung("transform:4/4", 0.55 / e, 8.0e-9, 6.0e-9, 0.002),
-        Rung("transform:3/2", 0.42 / e, 8.0e-9, 6.0e-9, 0.003),
+        Rung("dense:bf16", 2.0 / e, 0.5e-9, 0.5e-9, 0.00001),
+        Rung("int8", 1.03 / e, 1.0e-9, 1.0e-9, 0.0001),
+        Rung("transform:4/4", 0.55 / e, 8.0e-9, 6.0e-9, 0.0002),
+        Rung("transform:3/2", 0.42 / e, 8.0e-9, 6.0e-9, 0.002),
         Rung("transform:2/1", 0.28 / e, 8.0e-9, 6.0e-9, 0.006),
-        Rung("transform:1/1", 0.145 / e, 8.0e-9, 6.0e-9, 0.015),
-        Rung("transform:0.5/0.5", 0.085 / e, 8.0e-9, 6.0e-9, 0.06),
+        Rung("transform:1/1", 0.145 / e, 8.0e-9, 6.0e-9, 0.013),
+        Rung("transform:0.5/0.5", 0.085 / e, 8.0e-9, 6.0e-9, 0.08),
         Rung("topk-masked:0.01", 0.016 / e, 1.5e-9, 0.7e-9, 0.6),
     )
     return Ladder(tuple(r for r in rungs if r is DENSE or r.byte_share < 1.0), tau)

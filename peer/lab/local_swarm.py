@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import select
 import shutil
@@ -57,6 +58,10 @@ class Volunteer:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     @classmethod
     def launch(cls, home: Path, arguments: Sequence[str]) -> tuple[Volunteer, int]:
@@ -148,24 +153,39 @@ class LocalSwarm:
     """`peers` volunteers on loopback, each with `threads_per_peer` threads and `memory` ("" the default, "2GiB").
 
     A context manager; `Run(swarm=LocalSwarm(...))` enters it. `home` None: a temporary folder, removed at the end.
+    `beat_s`, `dead_s`: their heartbeat, and the silence after which they give another peer up.
     Raises VolunteerFailed.
     """
 
     def __init__(
-        self, peers: int = 4, *, threads_per_peer: int = 1, memory: str = "", home: str | os.PathLike[str] | None = None
+        self,
+        peers: int = 4,
+        *,
+        threads_per_peer: int = 1,
+        memory: str = "",
+        home: str | os.PathLike[str] | None = None,
+        beat_s: float = 2.0,
+        dead_s: float = 8.0,
     ) -> None:
         if peers < 1:
             raise InputError(f"LocalSwarm(peers={peers}): at least 1 volunteer is needed")
         self.peers = peers
         self._threads, self._memory = threads_per_peer, memory
+        self.beat_s, self.dead_s = beat_s, dead_s
+        self._launched = itertools.count()
         self._home = None if home is None else Path(home)
         self._root: Path | None = None
         self.volunteers: list[Volunteer] = []
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Addresses of the first volunteer, which the others and the trainer join."""
-        return self.volunteers[0].ready.addresses if self.volunteers else ()
+        """Of the volunteers that are there, the longest-standing two: the others and the trainer join them."""
+        return tuple(a for v in [v for v in self.alive if v.ready.peer][:2] for a in v.ready.addresses)
+
+    @property
+    def alive(self) -> list[Volunteer]:
+        """Those whose process has not ended."""
+        return [v for v in self.volunteers if v.is_alive]
 
     def __enter__(self) -> Self:
         self._root = self._home or Path(tempfile.mkdtemp(prefix="fusion-local-"))
@@ -188,9 +208,13 @@ class LocalSwarm:
 
     def add(self) -> Volunteer:
         """One volunteer more, ready."""
-        volunteer, descriptor = self._launch(self.addresses)
+        volunteer, descriptor = self.launch(self.alive)
         volunteer.wait_ready(descriptor, time.monotonic() + READY_TIMEOUT_S)
         return volunteer
+
+    def launch(self, known: Sequence[Volunteer]) -> tuple[Volunteer, int]:
+        """Start one more, which joins those `known`; it, and the descriptor for its `wait_ready`."""
+        return self._launch([a for v in known for a in v.ready.addresses])
 
     def find(self, peer: str) -> Volunteer:
         """The volunteer with this peer id."""
@@ -213,8 +237,9 @@ class LocalSwarm:
         if root is None:
             raise InputError("the local swarm is not running; use it inside: with LocalSwarm(...) as swarm")
         arguments = [*addresses, "--threads", str(self._threads), "--loopback"]
+        arguments += ["--beat-s", str(self.beat_s), "--dead-s", str(self.dead_s)]
         if self._memory:
             arguments += ["--memory", self._memory]
-        launched = Volunteer.launch(root / f"peer-{len(self.volunteers)}", arguments)
+        launched = Volunteer.launch(root / f"peer-{next(self._launched)}", arguments)
         self.volunteers.append(launched[0])
         return launched

@@ -94,7 +94,8 @@ async def _swarm_network(swarm: str | None) -> Network:
     from dht import p2p
     from dht.home import resolve_swarm
     from dht.node import Board
-    from peer.plan_inputs import network_of
+    from peer.offers import network_of
+    from peer.swarm_network import offers_of, read_links
 
     addresses = resolve_swarm(swarm)
     try:
@@ -106,7 +107,11 @@ async def _swarm_network(swarm: str | None) -> Network:
                 try:
                     board = await Board.start(transport, client_only=True)
                     try:
-                        return network_of(await board.peers(), await board.links())
+                        records = await board.peers()
+                        offers = [o for r in records for o in offers_of(r)]
+                        if not offers:
+                            raise InputError("no volunteer offers a device; start one with: fusion-peer join ADDRESS")
+                        return network_of(offers, await read_links(board, records))
                     finally:
                         await board.close()
                 finally:

@@ -231,6 +231,53 @@ def codecs(
 
 
 @app.command()
+def plan(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="Plan this run's model; without it, --model NAME.")
+    ] = None,
+    testbed: Annotated[
+        str | None, typer.Option(metavar="FILE[:NAME]", help="Devices and links of a testbed file, not of a swarm.")
+    ] = None,
+    swarm: SwarmOption = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="A model of the --summary file.")] = None,
+    summary: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="OP-DAG summaries. Default: opdags.json beside the testbed.")
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Default: as CONFIG or the summary says.")
+    ] = None,
+    codecs: Annotated[
+        str | None, typer.Option(metavar="LADDER", help="default, dense, topk or topk:RATIO, for the links to use.")
+    ] = None,
+    tau: Annotated[
+        float, typer.Option(min=0.001, max=1, help="Share of the bottleneck that a link's transfer may take.")
+    ] = 0.25,
+    every_device: Annotated[bool, typer.Option("--every-device", help="Leave no device out.")] = False,
+    baselines: Annotated[bool, typer.Option("--baselines", help="Compare with simpler ways of planning.")] = False,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a step as SVG.")] = None,
+    json: Json = False,
+) -> None:
+    """Show who would host what, why, and how long a step would take; trains nothing."""
+    from peer.cli_plan import PlanOptions, run
+
+    options = PlanOptions(
+        config=config,
+        model=model,
+        testbed=testbed,
+        summary=summary,
+        swarm=swarm,
+        micro_batches=micro_batches,
+        codecs=codecs,
+        tau=tau,
+        every_device=every_device,
+        baselines=baselines,
+        json=json,
+        picture=picture,
+    )
+    print(run(options))
+
+
+@app.command()
 def init(preset: Annotated[str, typer.Argument(metavar="gpt2|resnet", help="Kind of model.")]) -> None:
     """Print a commented configuration: fusion-run init gpt2 > gpt2.toml"""
     from peer.config_text import render

@@ -1,59 +1,67 @@
-"""The planner's network from what the swarm measured: peers' devices, the book of links, the elected fences."""
+"""From the board to what a plan reads: devices from peer records, links from the book of measurements."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from dht.linkbook import LinkBook, LinkEstimate
 from dht.node import Board
 from dht.records import PeerRecord
-from fusion_p2p.planner.network import Device, Link, Network, from_measurements
+from fusion_p2p.planner import Link
+from peer.offers import DeviceOffer, SwarmLinks
 
 RELAY_SHARE = 0.5  # of a relayed link's rate that a plan may count on: each byte passes the relay twice
+LOOPBACK = "loopback"
+_LOOPBACK_PREFIXES = ("/ip4/127.", "/ip6/::1/")
 
 
-async def read_linkbook(board: Board) -> LinkBook:
-    """The swarm's links now; `Board.peers`, `links` and `fences` of it."""
-    return LinkBook(await board.peers(), await board.links(), await board.fences())
+async def read_links(board: Board, records: Sequence[PeerRecord]) -> SwarmLinks:
+    """The links between these peers that have a figure; nothing is asked where all share this machine."""
+    if all(_machine(r) for r in records):
+        return SwarmLinks()
+    book = LinkBook(records, await board.links(), await board.fences())
+    return links_of(book, (r.peer for r in records))
 
 
-def network_of(book: LinkBook, devices: Iterable[Device], *, name: str = "swarm") -> Network:
-    """`devices` (of peers that the book knows, or not yet) joined with every link that has a figure at all.
-
-    InputError if no link of theirs has one: then nothing was measured yet.
-    """
-    devs = tuple(devices)
-    peers = sorted({d.peer for d in devs})
-    links = [
+def links_of(book: LinkBook, peers: Iterable[str]) -> SwarmLinks:
+    """What the book knows of the links between `peers`, and their fences."""
+    named = sorted(set(peers))
+    links = tuple(
         Link(src=a, dst=b, bandwidth_bytes_per_s=_counted(found), latency_s=found.rtt_s / 2)
-        for a in peers
-        for b in peers
+        for a in named
+        for b in named
         if a != b and (found := book.link(a, b)).bytes_per_s > 0
-    ]
-    wanted = set(peers)
-    fences = [group for f in book.fences() if (group := tuple(p for p in f if p in wanted))]
-    return from_measurements(devs, links, fences=fences or None, name=name)
+    )
+    return SwarmLinks(links=links, fences=book.fences())
 
 
 def _counted(link: LinkEstimate) -> float:
     return link.bytes_per_s * (RELAY_SHARE if link.relayed else 1.0)
 
 
-def devices_of(records: Sequence[PeerRecord], upload: Mapping[str, float] | None = None) -> tuple[Device, ...]:
-    """A planner's device per device on offer; `upload`: bytes a step that a peer may send, where it is capped."""
-    out = []
-    for record in records:
-        cards = 0
-        for d in record.devices:
-            device = d.kind if d.kind == "cpu" else f"{d.kind}:{cards}"
-            cards += d.kind != "cpu"
-            if d.flops_per_s > 0 and d.memory_bytes_per_s > 0 and d.free_bytes > 0:
-                out.append(
-                    Device(
-                        peer=record.peer, device=device, flops_per_s=d.flops_per_s,
-                        memory_bytes_per_s=d.memory_bytes_per_s, memory_bytes=float(d.free_bytes),
-                        site="" if record.fence == "0" else record.fence, node=record.peer,
-                        upload_bytes_per_step=(upload or {}).get(record.peer), accepts=record.state != "paused",
-                    )
-                )  # fmt: skip
-    return tuple(out)
+def offers_of(record: PeerRecord) -> list[DeviceOffer]:
+    """A peer's measured devices: "cpu", "cuda:0", ...; none of a peer that left or is paused."""
+    if record.state in ("left", "paused"):
+        return []
+    counts: dict[str, int] = {}
+    offers = []
+    for d in record.devices:
+        index = counts.get(d.kind, 0)
+        counts[d.kind] = index + 1
+        if d.flops_per_s > 0 and d.memory_bytes_per_s > 0 and d.free_bytes > 0:
+            offer = DeviceOffer(
+                peer=record.peer,
+                device=d.kind if d.kind == "cpu" else f"{d.kind}:{index}",
+                flops_per_s=d.flops_per_s,
+                memory_bytes=d.free_bytes,
+                memory_bytes_per_s=d.memory_bytes_per_s,
+                machine=_machine(record),
+            )
+            offers.append(offer)
+    return offers
+
+
+def _machine(record: PeerRecord) -> str:
+    """Who listens on loopback only can only be reached from its own machine, by all whom it can reach."""
+    on_loopback = record.addresses and all(a.startswith(_LOOPBACK_PREFIXES) for a in record.addresses)
+    return LOOPBACK if on_loopback else ""

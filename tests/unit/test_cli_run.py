@@ -224,9 +224,10 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(call: Call) -> None:
     assert not Path("out").exists()
 
 
-def test_help_loads_nothing_heavy() -> None:
+@pytest.mark.parametrize(("command", "option"), [("train", "--no-compute"), ("plan", "--testbed")])
+def test_help_loads_nothing_heavy(command: str, option: str) -> None:
     code = (
-        "import sys; sys.argv = ['fusion-run', 'train', '--help']\n"
+        f"import sys; sys.argv = ['fusion-run', '{command}', '--help']\n"
         "from peer import cli_run\n"
         "try: cli_run.main()\n"
         "except SystemExit as e: assert not e.code\n"
@@ -235,4 +236,42 @@ def test_help_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert "--no-compute" in done.stdout
+    assert option in done.stdout
+
+
+def testbed_file() -> Path:
+    return Path(__file__).parents[2] / "examples" / "testbeds" / "testbeds.json"
+
+
+def test_plan_of_a_testbed(call: Call, tmp_path: Path) -> None:
+    picture = tmp_path / "step.svg"
+    code, out, err = call(
+        "plan", "--testbed", f"{testbed_file()}:T2", "--model", "resnet101-cifar", "--json", "--picture", str(picture)
+    )
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert 0 < found["lower_bound_s"] <= found["step_s"]
+    assert len(found["plan"]["placement"]) == len(found["stage_s"])
+    assert picture.read_text().startswith("<svg")
+
+
+def test_plan_of_a_configuration_on_a_testbed(call: Call) -> None:
+    code, out, _ = call("plan", "run.toml", "--testbed", f"{testbed_file()}:T2", "--codecs", "dense")
+    assert code == 0
+    assert "stage  0" in out and "what any plan could do" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "give --testbed FILE"),
+        (("--testbed", str(testbed_file()), "--model", "gpt2-xl"), "has several testbeds; name one"),
+        (("--testbed", f"{testbed_file()}:T2"), "no model to plan"),
+        (("--testbed", "nowhere.json", "--model", "gpt2-xl"), "nowhere.json"),
+        (("--testbed", f"{testbed_file()}:T2", "--model", "gpt2-xl", "--codecs", "zip"), "codecs 'zip' is none of"),
+    ],
+)
+def test_plan_says_what_is_wrong(call: Call, arguments: tuple[str, ...], words: str) -> None:
+    code, out, err = call("plan", *arguments)
+    assert (code, out) == (2, "")
+    assert words in err and err.count("\n") == 1

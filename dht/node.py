@@ -129,7 +129,7 @@ class Board(BoardReads):
                 self.publish(own.record, own.signer)
 
     def _placed(self, record: Record) -> Record:
-        if not isinstance(record, PeerRecord):
+        if not isinstance(record, PeerRecord) or record.peer != self.transport.peer_id:
             return record
         fence, leader, term = self._membership
         return msgspec.structs.replace(record, fence=fence, leader=leader, term=term)

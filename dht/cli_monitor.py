@@ -67,7 +67,7 @@ def _add_web(commands: Any) -> None:
     web = commands.add_parser(
         "web",
         help="serve the swarm as a web page, a JSON API and Prometheus metrics",
-        description="Serves the page at /, its API (/api/openapi.json) and /metrics. Needs: pip install fusion-p2p[web]",
+        description="Serves the page at /, its API (/api/openapi.json) and /metrics. Needs fusion-p2p[web].",
     )
     web.add_argument("--swarm", metavar="ADDR[,ADDR]", help="as of status")
     web.add_argument("--every", metavar="SECONDS", type=float, default=5.0, help="look this often (default: 5 s)")

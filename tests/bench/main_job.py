@@ -26,7 +26,6 @@ from tests.bench.rows import Row, at_least, report
 VOCAB, CONTEXT, LAYERS, WIDTH = 1024, 64, 6, 512
 MICRO_BATCH_SIZE = 4
 DISTURBED = 0.10  # of the machine, taken by others
-TRIES = 2
 
 
 def model() -> torch.nn.Module:
@@ -69,7 +68,7 @@ class PlainLoop:
         for k in range(count):
             batch = self._data[k % len(self._data)]
             self._optimizer.zero_grad()
-            for part in batch["input_ids"].split(MICRO_BATCH_SIZE):
+            for part in torch.split(batch["input_ids"], MICRO_BATCH_SIZE):
                 loss: Any = self._net(input_ids=part, labels=part).loss
                 (loss / self._micro_batches).backward()
                 float(loss.detach())
@@ -110,7 +109,7 @@ def _own_s(family: list[psutil.Process]) -> float:
     return total
 
 
-def compare(case: str, peers: int, micro_batches: int, bound: float, *, turns: int, steps: int) -> Row:
+def compare(case: str, peers: int, micro_batches: int, bound: float, *, turns: int, steps: int, tries: int) -> Row:
     """tokens/s of `peers` volunteers with one thread each over the plain loop with one thread."""
     plain = PlainLoop(micro_batches)
     samples = micro_batches * MICRO_BATCH_SIZE
@@ -124,14 +123,14 @@ def compare(case: str, peers: int, micro_batches: int, bound: float, *, turns: i
         stages=peers,
         save_every=0,
     ) as run:
-        run.train(2)
+        run.train(1)
         plain.steps(1)
         ours: list[Turn] = []
         theirs: list[Turn] = []
         for _ in range(turns):
             for works, found in ((run.train, ours), (plain.steps, theirs)):
-                for _ in range(TRIES):
-                    measured = turn(works, steps)  # type: ignore[arg-type]
+                for _ in range(tries):
+                    measured = turn(works, steps)
                     if measured.others <= DISTURBED:
                         break
                 found.append(measured)
@@ -147,11 +146,11 @@ def main(args: list[str]) -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="fusion-bench-") as home:
         os.environ["FUSION_HOME"] = home
-        turns, steps = (2, 2) if quick else (5, 4)
-        rows = [compare("1 volunteer over a plain loop", 1, 8, 0.90, turns=turns, steps=steps)]
-        rows.append(compare("2 volunteers, 16 micro-batches", 2, 16, 1.6, turns=turns, steps=steps))
+        cases = [("1 volunteer over a plain loop", 1, 8, 0.90), ("2 volunteers, 8 micro-batches", 2, 8, 1.45)]
         if not quick:
-            rows.append(compare("2 volunteers, 8 micro-batches", 2, 8, 1.45, turns=turns, steps=steps))
+            cases.insert(1, ("2 volunteers, 16 micro-batches", 2, 16, 1.6))
+        turns, steps, tries = (1, 2, 1) if quick else (5, 4, 3)
+        rows = [compare(*case, turns=turns, steps=steps, tries=tries) for case in cases]
     return report(rows, "--json" in args)
 
 

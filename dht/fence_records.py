@@ -20,7 +20,7 @@ from msgspec import Meta
 
 FENCE_INDEX_SHARDS = 4
 LEASE_S = 45.0  # a leader that has not renewed its record for this long leads no more
-MAX_LINKS = 16
+MAX_LINKS = 12
 MAX_FENCE_LINKS = 12
 MAX_SPARES = 8
 MAX_NOMINEES = 8

@@ -59,7 +59,7 @@ class BoardReads:
         return tuple(newest[peer] for peer in sorted(newest))
 
     async def fence_heads(self, *, timeout_s: float = READ_TIMEOUT_S) -> tuple[FenceHead, ...]:
-        """The index of fences: leaders whose lease runs."""
+        """The index of fences: leaders whose lease runs; what a newcomer reads every round."""
         found = await self._read_near(fence_records.index_keys(), FenceHead, timeout_s)
         return tuple(fence_records.leads(found, self.clock.now()).values())
 
@@ -68,7 +68,8 @@ class BoardReads:
         return tuple(await self._read_near((fence_records.leader_key(fence),), FenceRecord, timeout_s))
 
     async def _fence_ids(self, timeout_s: float) -> list[str]:
-        return sorted(head.fence for head in await self.fence_heads(timeout_s=timeout_s))
+        found = await self._read(fence_records.index_keys(), FenceHead, timeout_s)
+        return sorted(fence_records.leads(found, self.clock.now()))
 
     async def runs(self, *, timeout_s: float = READ_TIMEOUT_S) -> tuple[RunRecord, ...]:
         """Every run on the board, newest first."""

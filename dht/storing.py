@@ -2,7 +2,8 @@
 
 hivemind looks them up at each store, and every peer asked answers with the whole dictionary under the key: at a
 thousand peers that is most of all traffic. Here the look-up asks for the key's neighbour in the id space (last bit
-flipped: the same peers are nearest, and nothing is stored there), and its result is used for LOOKUP_S.
+flipped: the same peers are nearest, and nothing is stored there), and its result is used for FIRST_S, then each time
+twice as long while it stays the same, up to LOOKUP_S.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dht._hivemind import node_parts
 REPLICAS = 5
 COMPARED = 3
 _ENOUGH = 3  # fewer answers than this: look again, peers have left
-LOOKUP_S = 120.0
+FIRST_S, LOOKUP_S = 15.0, 240.0
 
 Place = tuple[str, bytes]
 
@@ -29,6 +30,7 @@ Place = tuple[str, bytes]
 class _Nearest:
     peers: tuple[Any, ...]  # hivemind PeerIDs
     here: bool  # this node is one of them
+    life_s: float
     until: float
 
 
@@ -49,7 +51,7 @@ class Replicas:
         by_key: dict[str, list[Place]] = defaultdict(list)
         for place in sealed:
             by_key[place[0]].append(place)
-        for key in [k for k in self._known if k not in by_key and self._known[k].until < _now()]:
+        for key in [k for k, known in self._known.items() if known.until + LOOKUP_S < _now()]:
             del self._known[key]
         done = await asyncio.gather(
             *(self._store_key(node, key, places, sealed, expiration, keep_here) for key, places in by_key.items())
@@ -64,17 +66,14 @@ class Replicas:
 
     async def _read_key(self, node: Any, key: str, keep: bool) -> list[tuple[str, Any, bytes, float]]:
         known = self._known.get(key)
-        if known is None or known.until <= _now():
-            known = await self._look_up(node, key, keep)
-        protocol = node.protocol
-        key_id = node_parts().DHTID(int.from_bytes(records.key_id(key), "big"))
-        asked = random.sample(known.peers, min(COMPARED, len(known.peers)))
-        answers = await asyncio.gather(*(protocol.call_find(peer, [key_id]) for peer in asked))
-        if sum(a is not None for a in answers) < min(2, len(asked)):
+        fresh = known is None or known.until <= _now()
+        nearest = known if known is not None and not fresh else await self._look_up(node, key, keep)
+        items, answers = await self._ask(node, nearest, key)
+        if answers < min(2, len(nearest.peers)) and not fresh:  # they have left: look again
+            items, answers = await self._ask(node, await self._look_up(node, key, keep), key)
+        if answers < min(2, len(nearest.peers)):
             self._known.pop(key, None)
-        items = [answer[key_id][0] for answer in answers if answer and key_id in answer]
-        if known.here:
-            items.append(protocol.storage.get(key_id))
+        protocol = node.protocol
         merged: dict[Any, tuple[bytes, float]] = {}
         for item in items:
             if item is None or not isinstance(item.value, node_parts().DictionaryDHTValue):
@@ -83,6 +82,17 @@ class Replicas:
                 if subkey not in merged or merged[subkey][1] < expiration:
                     merged[subkey] = protocol.serializer.loads(value), expiration
         return [(key, subkey, value, expiration) for subkey, (value, expiration) in merged.items()]
+
+    @staticmethod
+    async def _ask(node: Any, nearest: _Nearest, key: str) -> tuple[list[Any], int]:
+        """(what some of the nearest, and this node if it is one, hold at `key`, how many peers answered)."""
+        key_id = node_parts().DHTID(int.from_bytes(records.key_id(key), "big"))
+        asked = random.sample(nearest.peers, min(COMPARED, len(nearest.peers)))
+        answers = await asyncio.gather(*(node.protocol.call_find(peer, [key_id]) for peer in asked))
+        items = [answer[key_id][0] for answer in answers if answer and key_id in answer]
+        if nearest.here:
+            items.append(node.protocol.storage.get(key_id))
+        return items, sum(answer is not None for answer in answers)
 
     async def _store_key(
         self, node: Any, key: str, places: list[Place], sealed: Mapping[Place, bytes], expiration: float, keep: bool
@@ -105,9 +115,12 @@ class Replicas:
         found = await node.find_nearest_nodes([beside], k_nearest=REPLICAS, exclude_self=not keep)
         nodes = found[beside]
         peers = tuple(peer for node_id, peer in nodes.items() if node_id != node.node_id)
-        # In a swarm of a few peers each newcomer changes who is nearest, and a look-up costs little.
-        until = _now() + (LOOKUP_S if len(nodes) >= REPLICAS else 0.0)
-        nearest = self._known[key] = _Nearest(peers, node.node_id in nodes, until)
+        last, life_s = self._known.get(key), FIRST_S
+        if last is not None and (set(last.peers), last.here) == (set(peers), node.node_id in nodes):
+            life_s = min(LOOKUP_S, 2 * last.life_s)
+        if len(nodes) < REPLICAS:  # in a swarm of a few peers each newcomer is one of the nearest
+            life_s = 0.0
+        nearest = self._known[key] = _Nearest(peers, node.node_id in nodes, life_s, _now() + life_s)
         return nearest
 
     @staticmethod

@@ -223,6 +223,9 @@ class World:
 
     def _read_for(self, peer: Peer, wants: Wants, now: float) -> None:
         m = peer.machine
+        self.watch("read leader", wants.leader_of is not None)
+        self.watch("read index", 4 * wants.index)
+        self.watch("read shard", len(wants.shards))
         if wants.leader_of is not None:
             found = self.read(peer, (leader_key(wants.leader_of),))
             m.saw_leaders([r for r in found if isinstance(r, FenceRecord)], now)

@@ -1,0 +1,208 @@
+"""The swarm: fences elected, control traffic, a real cluster. `python -m tests.bench.swarm [--json] [--quick]`.
+
+Simulated peers are the real state machines over a simulated board and links (tests/sim/fence_world.py); traffic uses
+hivemind's own search and messages with sealed records (tests/sim/dht_traffic.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import math
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.bench.rows import Row, at_least, at_most, report
+from tests.sim.dht_traffic import Tally, search_cost
+from tests.sim.fence_world import ROUND_S, Faults, World, make_sites
+
+FAULTS = Faults(loss=0.02, delay_s=2.0, skew_s=1.5, noise=0.1)
+
+
+def formation(quick: bool) -> tuple[list[Row], World]:
+    peers, sites = (300, 12) if quick else (1000, 12)
+    world = World(make_sites(sites, peers, random.Random(1)), 1, FAULTS)
+    reached = math.inf
+    for n in range(1, 7):
+        world.step()
+        if world.rand_index() >= 0.9 and world.one_leader_each() and reached == math.inf:
+            reached = n
+    name = f"{peers} peers, {sites} sites, from nothing"
+    rows = [
+        at_least(f"{name}: adjusted Rand index after 6 rounds", world.rand_index(), 0.9),
+        at_most(f"{name}: rounds until then, one leader each", reached, 6),
+        Row(f"{name}: fences, most leaders of one", f"{len(world.fences())}, {_most_leaders(world)}", "= 12, 1",
+            len(world.fences()) == sites and _most_leaders(world) == 1),
+    ]  # fmt: skip
+    return rows, world
+
+
+def _most_leaders(world: World) -> int:
+    return max(len(world.leaders(fence)) for fence in world.fences())
+
+
+def noise(world: World, quick: bool) -> list[Row]:
+    world.run(6)
+    world.faults.noise = 0.3
+    for peer in world.peers.values():
+        peer.changes = 0
+    rounds = 20 if quick else 100
+    world.run(rounds)
+    changed = sum(p.changes for p in world.peers.values())
+    world.faults.noise = 0.1
+    return [at_most(f"noise of +-30 % for {rounds} rounds: changes of fence", changed, 0)]
+
+
+def traffic(quick: bool, world: World) -> list[Row]:
+    rows, figures = [], []
+    for peers, sites in ((300, 4), (1000, 12)) if quick else ((1000, 12), (10_000, 120)):
+        if peers != len(world.peers):
+            world = World(make_sites(sites, peers, random.Random(2)), 2)
+            world.run(8 if peers < 5000 else 7)
+        counts: collections.Counter[str] = collections.Counter()
+        world.watch = lambda kind, count, counts=counts: counts.update({kind: int(count)})  # type: ignore[misc]
+        rounds = 8 if peers < 5000 else 2
+        world.run(rounds)
+        seconds = rounds * ROUND_S
+        search = search_cost(peers)
+        parts = Tally(counts).bytes(search, peers / max(1, len(world.fences())), seconds, peers)
+        per_peer = {kind: 2 * total / seconds / peers for kind, total in parts.items()}  # sent and received
+        figures.append((peers, sum(per_peer.values())))
+        detail = ", ".join(f"{k} {v:.0f}" for k, v in sorted(per_peer.items(), key=lambda kv: -kv[1])[:5])
+        case = f"control traffic at {peers} peers, sent and received ({detail})"
+        rows.append(
+            at_most(case, figures[-1][1] / 1e3, 5.0, " KB/s a peer")
+            if peers <= 1000
+            else Row(case, f"{figures[-1][1] / 1e3:.4g} KB/s a peer", "reported", None)
+        )
+    (small, low), (large, high) = figures
+    bound = math.log(large) / math.log(small)
+    rows.append(at_most(f"growth from {small} to {large} peers, over the logarithm's", high / low / bound, 1.0))
+    _plot(figures)
+    return rows
+
+
+def _plot(figures: list[tuple[int, float]]) -> None:
+    """A plot as an SVG beside the results."""
+    folder = Path(__file__).parent / "results"
+    folder.mkdir(exist_ok=True)
+    low, high = math.log10(figures[0][0]), math.log10(figures[-1][0])
+    top = max(v for _, v in figures) * 1.4
+    dots = [(60 + 480 * (math.log10(n) - low) / (high - low), 280 - 240 * v / top) for n, v in figures]
+    path = " ".join(f"{x:.0f},{y:.0f}" for x, y in dots)
+    label = '<text x="{:.0f}" y="{:.0f}" text-anchor="middle">{}</text>'
+    texts = "".join(
+        f'<circle cx="{x:.0f}" cy="{y:.0f}" r="4"/>'
+        + label.format(x, y - 10, f"{v / 1e3:.2f} KB/s")
+        + label.format(x, 298, f"{n} peers")
+        for (x, y), (n, v) in zip(dots, figures, strict=True)
+    )
+    (folder / "swarm_traffic.svg").write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 320" font-family="sans-serif" font-size="12">'
+        f'<rect width="600" height="320" fill="white"/><polyline points="{path}" fill="none" stroke="black"/>{texts}'
+        f'<text x="300" y="16" text-anchor="middle">control traffic a peer against the number of peers (log)</text>'
+        "</svg>"
+    )
+
+
+def deaths(quick: bool) -> list[Row]:
+    bound = 45 + 2 * ROUND_S
+    killed, healed = [], []
+    for seed in range(3 if quick else 10):
+        world = World(make_sites(6, 120, random.Random(seed)), seed, FAULTS)
+        world.run(10)
+        fence = max(world.fences().items(), key=lambda item: len(item[1]))[0]
+        world.kill(world.leaders(fence)[0])
+        killed.append(_until_one_leader(world, fence))
+        world.run(2)
+        world.partition(lambda peer, rng=world.rng: rng.randrange(2))  # type: ignore[misc]
+        world.run(8)
+        world.heal()
+        healed.append(_until_one_leader(world, ""))
+    return [
+        at_most(f"the leader dies, {len(killed)} worlds: worst time to one leader", max(killed), bound, " s"),
+        at_most(f"a partition heals, {len(healed)} worlds: worst time to one leader each", max(healed), bound, " s"),
+    ]
+
+
+def _until_one_leader(world: World, fence: str) -> float:
+    start = world.now
+    while world.now - start < 300:
+        world.step()
+        if world.one_leader_each() and (not fence or not world.fences().get(fence) or len(world.leaders(fence)) == 1):
+            break
+    return world.now - start
+
+
+def day(quick: bool) -> list[Row]:
+    """24 hours, with peers that come and go."""
+    world = World(make_sites(4, 40, random.Random(5)), 5, FAULTS)
+    rng, sizes = random.Random(6), []
+    hours = 2 if quick else 24
+    world.run(20)
+    for _ in range(hours):
+        for _ in range(4):  # one comes and one goes four times an hour
+            world.kill(rng.choice(world.living()))
+            world.add(rng.randrange(4))
+            world.run(60)
+        sizes.append((_table_entries(world), sum(map(len, world.board.values()))))
+        for name in [p.name for p in world.peers.values() if not p.alive][:-40]:
+            del world.peers[name]
+    third = max(1, len(sizes) // 3)
+    rows = []
+    for i, what in enumerate(("entries of the peers' tables", "records on the board")):
+        early, late = max(s[i] for s in sizes[:third]), max(s[i] for s in sizes[-third:])
+        rows.append(at_most(f"{hours} h simulated, {what}: last third over first", late / early, 1.1))
+    rows.append(
+        Row(
+            f"{hours} h simulated: one leader each at the end",
+            str(_most_leaders(world)),
+            "= 1",
+            _most_leaders(world) == 1,
+        )
+    )
+    return rows
+
+
+def _table_entries(world: World) -> int:
+    total = 0
+    for p in world.living():
+        m = p.machine
+        total += len(m.sights.table) + len(m.sights.hints) + len(m._members) + len(m._links) + len(m._heads)
+    return total
+
+
+async def cluster() -> list[Row]:
+    """20 real peers on loopback."""
+    from tests.cluster.swarm_cluster import Cluster
+
+    with tempfile.TemporaryDirectory() as folder:
+        async with Cluster.start(Path(folder), 20) as swarm:
+            slowest = max(swarm.seen_s)
+            victims = swarm.names[3:9]
+            await swarm.kill(victims)
+            times, missing = await swarm.read_all(rounds=3)
+    ordered = sorted(times)
+    return [
+        at_most("20 real peers: from node ready to seen by all, slowest", slowest, 5.0, " s"),
+        at_most("6 of 20 killed at once: records of the living not readable", missing, 0),
+        at_most("6 of 20 killed at once: p99 of a read", ordered[int(0.99 * (len(ordered) - 1))], 2.0, " s"),
+    ]
+
+
+def main(args: list[str]) -> int:
+    quick = "--quick" in args
+    rows, world = formation(quick)
+    rows += noise(world, quick) + traffic(quick, world) + deaths(quick) + day(quick)
+    rows += asyncio.run(cluster())
+    return report(rows, "--json" in args)
+
+
+if __name__ == "__main__":
+    start = time.perf_counter()
+    code = main(sys.argv[1:])
+    print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,96 @@
+"""Real peers on loopback, each a process of its own with its p2pd."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+AT_ONCE = 4
+
+
+class Member:
+    def __init__(self, process: asyncio.subprocess.Process, hello: dict[str, Any]) -> None:
+        self.process, self.peer, self.ready = process, str(hello["peer"]), float(hello["ready"])
+        self.addresses: list[str] = hello["addresses"]
+
+    async def ask(self, line: str, timeout_s: float = 60.0) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{line}\n".encode())
+        async with asyncio.timeout(timeout_s):
+            answer: dict[str, Any] = json.loads(await self.process.stdout.readline())
+        return answer
+
+
+class Cluster:
+    """`seen_s`: for each peer that joined, the seconds from its node's start until every other one saw its record."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, Member] = {}
+        self.seen_s: list[float] = []
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.members)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def start(cls, folder: Path, count: int, *, measured: int = 6) -> AsyncIterator[Cluster]:
+        """The last `measured` join one after the other and are timed; the others join AT_ONCE at a time."""
+        cluster = cls()
+        try:
+            await cluster.join(folder / "0", ())
+            boot = tuple(cluster.members[cluster.names[0]].addresses[:1])
+            for first in range(1, count - measured, AT_ONCE):
+                batch = range(first, min(first + AT_ONCE, count - measured))
+                await asyncio.gather(*(cluster.join(folder / str(i), boot) for i in batch))
+            for i in range(count - measured, count):
+                new = await cluster.join(folder / str(i), boot)
+                others = [m for m in cluster.members.values() if m is not new]
+                seen = await asyncio.gather(*(m.ask(f"until {new.peer}") for m in others))
+                cluster.seen_s.append(max(s["at"] for s in seen) - new.ready)
+            yield cluster
+        finally:
+            await cluster.close()
+
+    async def join(self, folder: Path, bootstrap: tuple[str, ...]) -> Member:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.cluster.swarm_peer", str(folder), *bootstrap,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 20,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            member = Member(process, json.loads(await process.stdout.readline()))
+        self.members[member.peer] = member
+        return member
+
+    async def kill(self, peers: list[str]) -> None:
+        """SIGKILL; their p2pds die with them."""
+        for peer in peers:
+            self.members[peer].process.send_signal(signal.SIGKILL)
+        for peer in peers:
+            await self.members.pop(peer).process.wait()
+
+    async def read_all(self, rounds: int) -> tuple[list[float], int]:
+        """Every living peer reads the board `rounds` times, one after the other: (seconds each, records missed)."""
+        times, missing = [], 0
+        for _ in range(rounds):
+            for member in self.members.values():
+                answer = await member.ask("peers")
+                times.append(float(answer["seconds"]))
+                missing += len(set(self.members) - set(answer["peers"]))
+        return times, missing
+
+    async def close(self) -> None:
+        for member in self.members.values():
+            if member.process.returncode is None:
+                member.process.terminate()
+        await asyncio.gather(*(m.process.wait() for m in self.members.values()))

@@ -1,0 +1,63 @@
+"""A peer of `swarm_cluster`: joins, publishes, and answers a line on stdin with a line on stdout.
+
+python -m tests.cluster.swarm_peer FOLDER [BOOTSTRAP]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+import uvloop
+
+from dht import p2p
+from dht.errors import DhtError
+from dht.fencing import Fencing
+from dht.node import Board
+from tests.dht_samples import peer_record
+
+
+def say(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+async def main(folder: Path, bootstrap: tuple[str, ...]) -> None:
+    transport = await p2p.start(folder / "identity", host_addresses=p2p.LOOPBACK, bootstrap=bootstrap)
+    board = await Board.start(transport)
+    ready = time.time()
+    assert transport.identity is not None
+    board.publish(peer_record(transport.identity))
+    await board.flush()
+    fencing = await Fencing.start(board)
+    say(peer=transport.peer_id, addresses=await transport.addresses(), ready=ready)
+    stdin = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
+    while line := (await stdin.readline()).decode().strip():
+        command, _, rest = line.partition(" ")
+        start = time.perf_counter()
+        if command == "until":  # answers when it sees this peer
+            while True:
+                try:
+                    if rest in [p.peer for p in await board.peers()]:
+                        break
+                except DhtError:
+                    pass
+                await asyncio.sleep(0.1)
+            say(at=time.time())
+        elif command == "peers":
+            found = [p.peer for p in await board.peers()]
+            say(peers=found, seconds=time.perf_counter() - start)
+        elif command == "fences":
+            stand = fencing.stand
+            views = [(v.id, v.leader, v.members) for v in await board.fences()]
+            say(fences=views, fence=stand.fence if stand else "0", leader=stand.leader if stand else "")
+    await fencing.close()
+    await board.close()
+    await transport.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(Path(sys.argv[1]), tuple(sys.argv[2:])))

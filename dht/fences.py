@@ -155,7 +155,7 @@ class FenceMachine:
         hints = list(self.sights.hints)
         chosen.update(dict.fromkeys(reversed(hints[-(count // 3 + 1) :])))
         oldest = sorted(self.sights.nearest(8), key=lambda s: s.heard_at)
-        chosen.update(dict.fromkeys(s.peer for s in oldest[: count // 4 + 1]))
+        chosen.update(dict.fromkeys(s.peer for s in oldest[:2]))
         others = [p for p in strangers if p != self.me and p not in self.sights.table]
         chosen.update(dict.fromkeys(others[: max(1, count - len(chosen))]))
         return tuple(chosen)[: count + 4]

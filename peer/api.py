@@ -37,6 +37,7 @@ from fusion_p2p.snapshot import from_bytes, initial_state, to_bytes, weights, we
 from fusion_p2p.split import StageProgram
 from peer.api_loop import LoopThread
 from peer.api_session import Initial, SwarmSession, open_session
+from peer.channel_io import ChannelSettings
 from peer.data import Batch, Source, tensor_batch
 from peer.data_stream import SpooledSource, as_source
 from peer.events import EvalResult, Happening, Sink, StepResult
@@ -236,6 +237,7 @@ class Run:
                 peers=self._swarm.peers if isinstance(self._swarm, LocalSwarm) else 1,
                 recover_s=self._recover_s,
                 mark_interval=self._save_every,
+                channels=_channels(self._swarm),
             ),
             initial=initial,
             sink=self._hear,
@@ -415,6 +417,15 @@ def _optimizer(
 ) -> OptimizerSpec:
     spec = from_torch(given, model) if isinstance(given, torch.optim.Optimizer) else given or AdamW(3e-4)
     return spec if clip_norm is None else check(msgspec.structs.replace(spec, clip_norm=clip_norm))
+
+
+def _channels(swarm: object) -> ChannelSettings:
+    """Heartbeats as the volunteers of a local swarm have them."""
+    return (
+        ChannelSettings(beat_s=swarm.beat_s, dead_s=swarm.dead_s)
+        if isinstance(swarm, LocalSwarm)
+        else ChannelSettings()
+    )
 
 
 def _position(source: Source) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
@@ -36,6 +37,7 @@ from peer.trainer_assembly import Assembly, Refusal, Session
 from peer.trainer_live import Live, Placed, TrainerOptions
 from peer.trainer_repair import Repair
 from peer.trainer_sets import SetKeeper, new_manifest
+from peer.trainer_spares import Spares
 from peer.trainer_state import Manifest, RunFolder, StageFile
 from peer.trainer_swarm import Swarm
 from peer.trainer_ticks import TickBook, TickResult
@@ -47,6 +49,7 @@ AHEAD = 2  # ticks released before the oldest is done: the next one's data is th
 MAX_REPORT_BYTES = 4096
 FATAL_FAULTS = frozenset({"died", "frame", "memory", "cap", "leaving", "gap"})
 HONEST_FAULTS = frozenset({"leaving", "gap"})  # after which the host may be given a stage again
+AFTER_DEATH_S = 30.0  # before a host whose executor died is given a stage again
 T = TypeVar("T")
 
 
@@ -73,6 +76,7 @@ class Trainer:
             on_lost=lambda peer, reason: self._live.lose(peer, reason),
             on_fault=self._on_fault,
             on_status=self._on_status,
+            channels=options.channels,
         )
         self._live = Live(
             transport=transport,
@@ -106,7 +110,7 @@ class Trainer:
 
     def hosts_stage(self, peer: str) -> bool:
         """Whether `peer` has, or is being offered, a stage: only such peers are served snapshots."""
-        return self._live.assembly.asked(peer)
+        return self._live.assembly.hosts_stage(peer)
 
     # --- life
 
@@ -200,6 +204,7 @@ class Trainer:
             bound=_bound,
             logged=lambda dst: True,
             start_tick=first_tick,
+            settings=live.options.channels,
             on_event=self._on_link_event,
         )
         live.placed = Placed(
@@ -214,6 +219,7 @@ class Trainer:
         self.spawn(self._collect(live.placed))
         await self._adopt(plan)
         self.spawn(Repair(live, self._adopt).serve())
+        self.spawn(Spares(live).serve())
         return plan
 
     async def _gather(self) -> list[DeviceOffer]:
@@ -302,7 +308,7 @@ class Trainer:
     def _on_fault(self, peer: str, fault: StageFault) -> None:
         if fault.code in FATAL_FAULTS:
             if fault.code not in HONEST_FAULTS:
-                self._live.excluded.add(peer)
+                self._live.exclude(peer, math.inf if fault.code == "frame" else AFTER_DEATH_S)
             self._live.lose(peer, fault.reason)
         else:
             self._live.say("waiting", f"stage {fault.stage}: {fault.reason}", peer=peer, stage=fault.stage)
@@ -317,7 +323,7 @@ class Trainer:
     def _distrust(self, stage: int, reason: str) -> None:
         """A stage sent what it must not: its host is not to be given another."""
         peer = self.plan.host(stage).peer
-        self._live.excluded.add(peer)
+        self._live.exclude(peer)
         self._live.lose(peer, reason)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from fusion_p2p.frame import TRAINER
 from fusion_p2p.ir import OpDag
 from fusion_p2p.plan import Plan, StagePlacement
 from fusion_p2p.workload import Atom
+from peer.channel_io import ChannelSettings
 from peer.errors import RefusedError
 from peer.placement import DeviceOffer, PlanRequest, make_plan, stage_bytes
 from peer.protocol import (
@@ -50,12 +52,13 @@ Lost = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """`needed` and `cap` in bytes where memory was the reason."""
+    """`needed` and `cap` in bytes where memory was the reason; `gone`: the peer could not be asked at all."""
 
     placement: StagePlacement
     reason: str
     needed: int = 0
     cap: int = 0
+    gone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +85,15 @@ class Assembly:
         on_lost: Lost,
         on_fault: Callable[[str, StageFault], None],
         on_status: Callable[[StageStatus], None],
+        channels: ChannelSettings,
     ) -> None:
-        self._transport, self._session = transport, session
+        self._transport, self._session, self._channels = transport, session, channels
         self._opdag, self._opdag_hash = dag.to_bytes(), dag.hash
         self._spawn, self._on_lost, self._on_fault, self._on_status = spawn, on_lost, on_fault, on_status
         self._session_key = new_session_key()
         self._hosts: dict[str, Host] = {}
         self._accepted: dict[int, tuple[StagePlacement, Accepted]] = {}
+        self._offered: Counter[str] = Counter()  # peers with an offer under way
         self.addresses: Mapping[str, tuple[str, ...]] = {}
         self.me = Endpoint(stage=TRAINER, peer=transport.peer_id, endpoint=secrets.token_hex(16), incarnation=0)
 
@@ -128,6 +133,13 @@ class Assembly:
             by_peer.setdefault(placement.peer, []).append(placement)
 
         async def on_peer(peer: str, placements: list[StagePlacement]) -> list[Refusal]:
+            self._offered[peer] += 1
+            try:
+                return await in_turn(peer, placements)
+            finally:
+                self._offered[peer] -= 1
+
+        async def in_turn(peer: str, placements: list[StagePlacement]) -> list[Refusal]:
             for p in placements:
                 try:
                     host = await self._host(peer)
@@ -136,7 +148,7 @@ class Assembly:
                 except RefusedError as error:
                     return [Refusal(p, str(error), error.needed, error.cap)]
                 except (HostLost, DhtError) as error:
-                    return [Refusal(p, str(error))]
+                    return [Refusal(p, str(error), gone=True)]
             return []
 
         answers = await asyncio.gather(*(on_peer(peer, ps) for peer, ps in by_peer.items()))
@@ -163,9 +175,24 @@ class Assembly:
             message = Connect(run=run, plan=plan.number, stage=k, endpoints=endpoints)
             await self._hosts[p.peer].send(message)
 
-    def asked(self, peer: str) -> bool:
-        """Whether `peer` was admitted by us: it has a stage, or an offer to take one."""
-        return peer in self._hosts
+    def hosts_stage(self, peer: str) -> bool:
+        """Whether `peer` has a stage, or an offer to take one."""
+        return self._offered[peer] > 0 or any(p.peer == peer for p, _ in self._accepted.values())
+
+    @property
+    def linked(self) -> tuple[str, ...]:
+        """Peers with an open control stream: hosts, and spares that were greeted."""
+        return tuple(self._hosts)
+
+    async def greet(self, peer: str) -> None:
+        """Open the control stream to a spare now: that it lives is known when it is needed. RefusedError, HostLost or
+        DhtError."""
+        await self._host(peer)
+
+    def part(self, peer: str) -> None:
+        """Close the stream to a spare."""
+        if not self.hosts_stage(peer) and (host := self._hosts.pop(peer, None)) is not None:
+            host.close("not needed")
 
     def host(self, peer: str) -> Host:
         """The open link to a host of this plan; HostLost if it is gone."""
@@ -190,7 +217,7 @@ class Assembly:
         if peer in self._hosts:
             return self._hosts[peer]
         await self._transport.connect(peer, self.addresses.get(peer, ()))
-        host = Host(self._transport, peer, on_status=self._on_status, on_fault=self._on_fault)
+        host = Host(self._transport, peer, on_status=self._on_status, on_fault=self._on_fault, channels=self._channels)
         try:
             await host.open(self._hello())
         except BaseException:

@@ -11,6 +11,7 @@ import msgspec
 
 from dht.errors import DhtError
 from dht.transport import Transport
+from peer.channel_io import ChannelSettings
 from peer.control_io import MessageStream
 from peer.errors import PeerError, RefusedError, WireError
 from peer.protocol import (
@@ -30,8 +31,6 @@ from peer.protocol import (
     Welcome,
 )
 
-BEAT_S = 2.0
-DEAD_S = 8.0
 OPEN_TIMEOUT_S = 20.0
 OFFER_TIMEOUT_S = 600.0  # a trial step of a large stage, its state fetched first; heartbeats go on meanwhile
 MARK_TIMEOUT_S = 600.0
@@ -65,8 +64,10 @@ class Host:
         *,
         on_status: Callable[[StageStatus], None],
         on_fault: Callable[[str, StageFault], None],
+        channels: ChannelSettings,
     ) -> None:
         self.peer = peer
+        self._beat_s, self._dead_s = channels.beat_s, channels.dead_s
         self.welcome: Welcome | None = None
         self._transport, self._on_status, self._on_fault = transport, on_status, on_fault
         self._stream: MessageStream[ToTrainer] | None = None
@@ -100,7 +101,7 @@ class Host:
         try:
             await self._read()
         except TimeoutError:
-            self._lose(f"silent for {DEAD_S:.0f} s")
+            self._lose(f"silent for {self._dead_s:g} s")
         except (WireError, ConnectionError) as error:
             self._lose(str(error))
         finally:
@@ -138,9 +139,9 @@ class Host:
         if self._gone is not None or self._stream is None:
             raise self._gone or HostLost(self.peer, "not connected")
         try:
-            await self._stream.send(message, timeout_s=DEAD_S)
+            await self._stream.send(message, timeout_s=self._dead_s)
         except TimeoutError:
-            raise self._lose(f"takes no messages for {DEAD_S:.0f} s") from None
+            raise self._lose(f"takes no messages for {self._dead_s:g} s") from None
         except (ConnectionError, RuntimeError) as error:  # uvloop: RuntimeError on a closed transport
             raise self._lose(f"its control stream broke ({error})") from None
 
@@ -160,7 +161,7 @@ class Host:
 
     async def _read(self) -> None:
         assert self._stream is not None
-        while (message := await self._stream.receive(timeout_s=DEAD_S)) is not None:
+        while (message := await self._stream.receive(timeout_s=self._dead_s)) is not None:
             match message:
                 case StageStatus():
                     self._on_status(message)
@@ -180,7 +181,7 @@ class Host:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(self._beat_s)
             try:
                 await self._send(Heartbeat())
             except HostLost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 
 from dht.transport import Transport
@@ -10,6 +11,7 @@ from fusion_p2p.ir import OpDag
 from fusion_p2p.plan import Numerics, Plan
 from fusion_p2p.split import StageProgram
 from fusion_p2p.workload import Atom
+from peer.channel_io import ChannelSettings
 from peer.events import RunEvent, Sink
 from peer.links import Links
 from peer.placement import DeviceOffer
@@ -23,7 +25,8 @@ from peer.trainer_ticks import TickBook
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerOptions:
     """`peers`: volunteers to wait for, `gather_s` at most, before the plan is made. `recover_s`: how long a lost stage
-    waits for a new host before the run pauses. `mark_interval`: steps between complete sets."""
+    waits for a new host before the run pauses. `mark_interval`: steps between complete sets. `channels`: heartbeats,
+    and the silence after which a volunteer is lost."""
 
     numerics: Numerics  # its cuts count only in a resumed run
     stages: int | None = None
@@ -31,6 +34,7 @@ class TrainerOptions:
     gather_s: float = 60.0
     recover_s: float = 60.0
     mark_interval: int = 0
+    channels: ChannelSettings = field(default_factory=ChannelSettings)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +57,8 @@ class Placed:
 
 @dataclass(slots=True, kw_only=True)
 class Live:
-    """`whole` is set while every stage of the plan has a live host; `lost`: peer of the plan -> why it is gone."""
+    """`whole` is set while every stage of the plan has a live host; `lost`: peer of the plan -> why it is gone.
+    `excluded`: peer -> until when it is given no stage."""
 
     transport: Transport
     swarm: Swarm
@@ -68,7 +73,7 @@ class Live:
     whole: asyncio.Event = field(default_factory=asyncio.Event)
     broken: asyncio.Event = field(default_factory=asyncio.Event)
     lost: dict[str, str] = field(default_factory=dict)
-    excluded: set[str] = field(default_factory=set)
+    excluded: dict[str, float] = field(default_factory=dict)
     placed: Placed | None = None
 
     @property
@@ -84,6 +89,12 @@ class Live:
     def refs(self, manifest: Manifest) -> dict[int, BlobRef]:
         """The set's snapshots as we serve them."""
         return {e.stage: BlobRef(e.hash, e.size, (self.transport.peer_id,)) for e in manifest.stages}
+
+    def exclude(self, peer: str, for_s: float = math.inf) -> None:
+        self.excluded[peer] = max(self.session.clock() + for_s, self.excluded.get(peer, 0.0))
+
+    def may_host(self, peer: str) -> bool:
+        return peer not in self.lost and self.session.clock() >= self.excluded.get(peer, 0.0)
 
     def lose(self, peer: str, reason: str) -> None:
         """A host of the plan is gone: marks wait, `Repair` wakes. Does nothing the second time."""

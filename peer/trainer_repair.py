@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Plan
-from peer.placement import PlanRequest, recovery_group, rehost
+from peer.placement import DeviceOffer, PlanRequest, recovery_group, rehost
 from peer.trainer_host import HostLost, RunPaused
 from peer.trainer_live import Live
 
 RETRY_S = 1.0
+AFTER_REFUSAL_S = 60.0  # before a volunteer that refused a stage is asked again
 
 
 class Repair:
@@ -28,8 +30,10 @@ class Repair:
             await live.broken.wait()
             live.broken.clear()
             until = loop.time() + live.options.recover_s
+            look = False
             while live.lost:
-                why = await self._rehost()
+                why = await self._rehost(look)
+                look = True
                 if why and loop.time() >= until:
                     raise RunPaused(self._farewell(why))
                 if why:
@@ -46,16 +50,26 @@ class Repair:
             f"saved up to step {live.now.newest.step}, continue with: fusion-run resume {live.folder.root}"
         )
 
-    async def _rehost(self) -> str:
-        """One try; why it cannot be done now, or ""."""
+    def _offers(self, fresh: Sequence[DeviceOffer]) -> list[DeviceOffer]:
+        """Devices to choose from: those on the board, and the plan's living hosts whether they are on it or not.
+
+        What a host had free when the plan was made counts, not what is left beside its stages now; one that is to get
+        nothing more has no room.
+        """
+        live, now = self._live, self._live.now
+        known = {(o.peer, o.device): o for o in now.offers}
+        hosts = {p.peer for p in now.plan.placement} - live.lost.keys()
+        offers = {key: o for key, o in known.items() if o.peer in hosts}
+        offers |= {(o.peer, o.device): known.get((o.peer, o.device), o) for o in fresh if live.may_host(o.peer)}
+        return [o if live.may_host(o.peer) else replace(o, memory_bytes=0) for o in offers.values()]
+
+    async def _rehost(self, look: bool) -> str:
+        """One try; why it cannot be done now, or "". `look`: read the board anew, which may take seconds."""
         live, now = self._live, self._live.now
         if live.options.recover_s <= 0:
             return "recovery is off"
         gone = frozenset(live.lost)
-        fresh = {o.peer: o for o in await live.swarm.offers()}
-        # what a host had free when the plan was made counts, not what is left beside its stages now
-        known = {o.peer: o for o in now.offers}
-        offers = [o for o in (fresh | known).values() if o.peer in fresh and o.peer not in live.excluded | gone]
+        offers = self._offers(await live.swarm.offers() if look else live.swarm.known)
         moved = [k for peer in gone for k in self._stages_of(peer)]
         group = recovery_group(now.plan, moved, now.edges())
         try:
@@ -69,8 +83,9 @@ class Repair:
         for r in refusals:
             p = r.placement
             live.say("refused", f"{p.peer[-8:]} refuses stage {p.stage}: {r.reason}", peer=p.peer, stage=p.stage)
-            live.excluded.add(p.peer)
-            live.lose(p.peer, r.reason)
+            live.exclude(p.peer, AFTER_REFUSAL_S)
+            if r.gone or now.plan.host(p.stage).peer == p.peer:
+                live.lose(p.peer, r.reason)
         if refusals:
             return refusals[0].reason
         now.offers = offers

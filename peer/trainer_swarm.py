@@ -25,10 +25,15 @@ class Swarm:
     def __init__(self, board: Board, *, allow_peers: Sequence[str] = ()) -> None:
         self._board, self._allowed = board, frozenset(allow_peers)
         self.addresses: dict[str, tuple[str, ...]] = {}
+        self.known: list[DeviceOffer] = []
 
     async def offers(self) -> list[DeviceOffer]:
-        """Every measured device of every peer that may be asked, by peer id."""
-        return [o for record in await self._present() for o in _offers_of(record)]
+        """Every measured device of every peer that may be asked, by peer id; remembered in `known`.
+
+        After a death this may take seconds: the dead node is asked too.
+        """
+        self.known = [o for record in await self._present() for o in _offers_of(record)]
+        return self.known
 
     async def _present(self) -> list[PeerRecord]:
         found = []

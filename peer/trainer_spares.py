@@ -1,0 +1,54 @@
+"""Spares: who could take a stage now is known before it is needed (DESIGN sections 2 and 7).
+
+The board is read in the background, for after a death a look-up takes seconds; to a few volunteers without a stage a
+control stream is kept open, so that a dead or frozen one is not tried first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from dht.errors import DhtError
+from peer.errors import RefusedError
+from peer.trainer_host import HostLost
+from peer.trainer_live import Live
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 4.0
+GREETED = 4  # spares with an open control stream
+
+
+class Spares:
+    """`serve` runs as long as the session."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    async def serve(self) -> None:
+        live = self._live
+        while True:
+            try:
+                await live.swarm.offers()
+            except DhtError as error:
+                log.info("the board: %s", error)
+            await asyncio.gather(*(self._greet(peer) for peer in self._missing()))
+            await asyncio.sleep(LOOK_S)
+
+    def _missing(self) -> list[str]:
+        """Spares to be greeted; those that are no longer on the board are parted from."""
+        live = self._live
+        there = {o.peer for o in live.swarm.known if live.may_host(o.peer)}
+        greeted = [peer for peer in live.assembly.linked if not live.assembly.hosts_stage(peer)]
+        for peer in greeted:
+            if peer not in there:
+                live.assembly.part(peer)
+        new = sorted(there - set(live.assembly.linked))
+        return new[: max(0, GREETED - len(greeted))]
+
+    async def _greet(self, peer: str) -> None:
+        try:
+            await self._live.assembly.greet(peer)
+        except (RefusedError, HostLost, DhtError) as error:
+            log.info("spare %s: %s", peer, error)

@@ -33,6 +33,7 @@ class Report:
     opdag_bytes: int
     operators: Mapping[str, int]
     checks: tuple[str, ...] = ()
+    worst: float = 0.0  # the largest norm-relative difference from the module; 0: bit for bit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +239,7 @@ def capture(model: torch.nn.Module, example_batch: Any, *, loss: Loss | None = N
     check = selfcheck.SelfCheck(model, step, example, opdag, raws[0], seed)
     checks = check.run(size, train_mode)
     state = _state(model, opdag)
-    report = _report(opdag, state, checks)
+    report = _report(opdag, state, checks, max(check.worst.values(), default=0.0))
     return Captured(opdag=opdag, state=state, report=report, constants=batches.constants(example))
 
 
@@ -259,7 +260,7 @@ def _state(model: torch.nn.Module, opdag: OpDag) -> dict[str, torch.Tensor]:
     return {name: held[name].detach() for name in names}
 
 
-def _report(opdag: OpDag, state: Mapping[str, torch.Tensor], checks: tuple[str, ...]) -> Report:
+def _report(opdag: OpDag, state: Mapping[str, torch.Tensor], checks: tuple[str, ...], worst: float) -> Report:
     operators: dict[str, int] = {}
     for node in opdag.nodes:
         operators[node.op] = operators.get(node.op, 0) + 1
@@ -270,4 +271,5 @@ def _report(opdag: OpDag, state: Mapping[str, torch.Tensor], checks: tuple[str, 
         opdag_bytes=len(opdag.to_bytes()),
         operators=dict(sorted(operators.items())),
         checks=checks,
+        worst=worst,
     )

@@ -90,10 +90,14 @@ class _Combine:
         for name, vid in e.buffers.items():
             if not self._known(vid, t.buffers.get(name)):
                 t.buffers[name] = self._new(vid)
+        free = list(t.consts)  # each stands for one constant of eval mode, so that equal ones pair in order
         for vid, tensor in e.consts:
-            same = (i for i, x in t.consts if x.dtype == tensor.dtype and torch.equal(x, tensor))
-            if not self._known(vid, next(same, None)):
+            same = next((c for c in free if c[1].dtype == tensor.dtype and torch.equal(c[1], tensor)), None)
+            if same is None:
                 t.consts.append((self._new(vid), tensor))
+            else:
+                free = [c for c in free if c[0] != same[0]]
+                self.to_train[vid] = same[0]
 
     def _known(self, eval_id: int, train_id: int | None) -> bool:
         if train_id is not None:

@@ -118,6 +118,22 @@ def _copy(low: Lowering, node: fx.Node) -> Any:
     return vid
 
 
+def _index_put(low: Lowering, node: fx.Node) -> Any:
+    """x[indices] = values; with a boolean mask and one value it is a masked fill, else its work depends on data."""
+    x, indices, values, *rest = node.args
+    out = _val(node)
+    masks = [i for i in indices if i is not None and _val(i).dtype in (torch.bool, torch.uint8)]  # type: ignore[union-attr]
+    if not masks:
+        return low.emit("aten.index_put", (x, indices, values, *rest), out)
+    mask = _val(masks[0])
+    if len(indices) != 1 or _val(values).numel() != 1 or any(rest):  # type: ignore[arg-type]
+        raise CaptureError(f"{low.here()}: x[mask] = values takes one number; use torch.where for tensors")
+    shape = tuple(mask.shape) + (1,) * (out.dim() - mask.dim())
+    wide = Ref(low.emit("aten.reshape", (masks[0], list(shape)), mask.reshape(shape)))
+    value = Ref(low.emit("aten.reshape", (values, []), _val(values).reshape(())))
+    return low.emit("aten.masked_fill.Tensor", (x, wide, value), out)
+
+
 def _batch_norm(low: Lowering, node: fx.Node) -> Any:
     x, weight, bias, mean, var, training, momentum, eps = node.args
     out = _val(node)
@@ -207,6 +223,7 @@ RULES: dict[str, Rule] = {
     **{f"aten.{n}": _full(0) for n in ("new_empty", "empty_strided", "new_empty_strided", "empty_permuted")},
     **{f"aten.{n}": _full(1) for n in ("ones", "ones_like", "new_ones")},
     **{f"aten.{n}": _full(None) for n in ("full", "full_like", "new_full", "fill.Scalar")},
+    "aten.index_put": _index_put,
     "aten.slice.Tensor": _slice("aten.slice.Tensor", 1),
     "aten.slice_scatter": _slice("aten.slice_scatter", 2),
     "aten.__and__.Tensor": _renamed("aten.bitwise_and.Tensor"),

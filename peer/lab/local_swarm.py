@@ -86,10 +86,10 @@ class Volunteer:
         return cls(process, home, log), read_end
 
     def wait_ready(self, descriptor: int, until: float) -> Ready:
-        """Read its one line. VolunteerFailed with the end of its log if it ends or is not ready at `until`."""
+        """Read its first line. VolunteerFailed with the end of its log if it ends or is not ready at `until`."""
         line = b""
         try:
-            while not line.endswith(b"\n") and len(line) < MAX_READY_BYTES:
+            while b"\n" not in line and len(line) < MAX_READY_BYTES:
                 readable, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
                 piece = os.read(descriptor, MAX_READY_BYTES) if readable else b""
                 if not piece:
@@ -97,7 +97,7 @@ class Volunteer:
                 line += piece
         finally:
             os.close(descriptor)
-        self.ready = msgspec.json.decode(line, type=Ready)
+        self.ready = msgspec.json.decode(line.split(b"\n")[0], type=Ready)  # that its devices are measured may follow
         return self.ready
 
     def terminate(self) -> None:

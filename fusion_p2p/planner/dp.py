@@ -318,51 +318,36 @@ def _add_early(t: Tables, ki: int, ko: int, v: Floats, f: Floats, thresholds_of:
 
 
 def _walk_back(found: Found, a: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Hosts and cuts of pair a: from its end, each time the predecessor that gives the state's value."""
     t, b = found.tables, int(found.thresholds_of[a])
     ks = sorted({0} | set(t.classes))
     order = found.orders[a]
-    m = len(t.at)
-    last = len(order) - 1
-    s = min(range(last + 1), key=lambda i: float(found.states[i][0][a, -1])) if found.skip else last
-    q, ko = m - 1, 0
-    hosts: list[int] = []
-    starts: list[int] = []
-    limit = float(t.thresholds[b]) * SLACK
+    path = {k: np.array([state[i][a] for state in found.states]) for i, k in enumerate(ks)}  # (step, position)
+    limit = float(t.thresholds[b]) * SLACK * (1 + 1e-12)
+    s = int(path[0][:, -1].argmin()) if found.skip else len(order) - 1
+    q, ko = len(t.at) - 1, 0
+    hosts, starts = [int(order[s])], list[int]()
     while True:
-        d = int(order[s])
-        hosts.append(d)
-        value = float(found.states[s][ks.index(ko)][a, q])
+        d = order[s]
+        value = float(path[ko][s, q])
         work = t.work_s[d, q] - t.work_s[d, :q]
+        spent = work + t.codec_s[ko, q]
         fits = np.arange(q) >= t.lo_hard[d, q]
-        if fits[0] and (found.skip or s == 0) and work[0] + t.codec_s[ko, q] <= limit and _close(work[0], value):
-            break
-        s, q, ko = _predecessor(found, a, s, q, ko, value, work, fits)
-        starts.append(int(t.at[q]))
-    return tuple(reversed(hosts)), tuple(reversed(starts))
-
-
-def _predecessor(
-    found: Found, a: int, s: int, q: int, ko: int, value: float, work: Floats, fits: npt.NDArray[np.bool_]
-) -> tuple[int, int, int]:
-    t, b = found.tables, int(found.thresholds_of[a])
-    ks = sorted({0} | set(t.classes))
-    order = found.orders[a]
-    e = t.group[order[s]]
-    limit = float(t.thresholds[b]) * SLACK
-    best: tuple[float, int, int, int] | None = None
-    for before in range(s - 1, -1, -1):
-        g = t.group[order[before]]
+        if fits[0] and (found.skip or s == 0) and spent[0] <= limit and _close(work[0], value):
+            return tuple(reversed(hosts)), tuple(reversed(starts))
+        nearest = np.arange(s - 1, -1 if found.skip else s - 2, -1)
+        best = (INF, s, q, ko)
         for k in t.classes:
-            hop = t.hop_s[k][b, e, g][t.size_of[:q]]
-            v = found.states[before][ks.index(k)][a, :q] + hop + work
-            v = np.where(fits & (work + t.codec_s[k, :q] + t.codec_s[ko, q] <= limit * (1 + 1e-12)), v, INF)
-            p = int(v.argmin())
-            if best is None or v[p] < best[0]:
-                best = (float(v[p]), before, p, k)
-        if not found.skip:
-            break
-    assert best is not None and _close(best[0], value), (best, value)
-    return best[1], best[2], best[3]
+            hop = t.hop_s[k][b, t.group[d], t.group[order[nearest]]][:, t.size_of[:q]]
+            v = path[k][nearest, :q] + hop + np.where(fits & (spent + t.codec_s[k, :q] <= limit), work, INF)
+            at = int(v.argmin())
+            if v.flat[at] < best[0]:
+                best = (float(v.flat[at]), int(nearest[at // q]), at % q, k)
+        if not _close(best[0], value):
+            raise AssertionError(f"no predecessor gives {value} at step {s}, position {q}: {best}")
+        _, s, q, ko = best
+        hosts.append(int(order[s]))
+        starts.append(int(t.at[q]))
 
 
 def _close(a: float, b: float) -> bool:

@@ -11,14 +11,12 @@ if TYPE_CHECKING:
 
 def reasons(p: Proposal) -> tuple[str, ...]:
     """The lines kept with an adopted plan."""
-    out = [_headline(p), _bottleneck(p)]
-    crossing = _crossings(p)
-    if crossing:
-        out.append(crossing)
-    out += _codecs(p)
-    out += _spares(p)
-    out += _marks(p)
-    return tuple(out)
+    return (_headline(p), *choices(p), *_marks(p))
+
+
+def choices(p: Proposal) -> tuple[str, ...]:
+    """What holds the plan up, where it crosses fences, what it compresses, whom it leaves out."""
+    return (_bottleneck(p), *_crossings(p), *_codecs(p), *_spares(p))
 
 
 def explain(p: Proposal) -> str:
@@ -76,15 +74,17 @@ def _bottleneck(p: Proposal) -> str:
     )
 
 
-def _crossings(p: Proposal) -> str:
+def _crossings(p: Proposal) -> list[str]:
+    if len(p.chain.hosts) < 2:
+        return []
     fence_of = {d: n for n, f in enumerate(p.fences) for d in f}
     hops = [(a, b) for a, b in pairwise(p.chain.hosts) if fence_of.get(a) != fence_of.get(b)]
     used = len({fence_of.get(h) for h in p.chain.hosts})
     if used < 2:
-        return f"one fence of {len(p.fences)} is used, so that no hop crosses between fences"
+        return [f"one fence of {len(p.fences)} is used, so that no hop crosses between fences"]
     names = ", ".join(f"{p.network.devices[a].name} -> {p.network.devices[b].name}" for a, b in hops[:6])
     more = f" and {len(hops) - 6} more" if len(hops) > 6 else ""
-    return f"{used} fences of {len(p.fences)} are crossed in {len(hops)} hops: {names}{more}"
+    return [f"{used} fences of {len(p.fences)} are crossed in {len(hops)} hops: {names}{more}"]
 
 
 def _codecs(p: Proposal) -> list[str]:

@@ -12,7 +12,7 @@ from fusion_p2p.errors import InputError
 from fusion_p2p.planner.workload import Floats, Workload
 
 Bools = npt.NDArray[np.bool_]
-LOOPBACK_BYTES_PER_S = 4e9
+LOOPBACK_BYTES_PER_S, LOOPBACK_LATENCY_S = 4e9, 1e-5  # between processes of one machine
 MEMORY_SHARE = 0.9  # of a device's memory that a stage may fill; the rest is fragmentation and the allocator's
 
 
@@ -177,7 +177,7 @@ def from_measurements(
         sites = {d.site: n for n, d in enumerate(devs) if d.site}
         label = np.array([sites.get(d.site, -1 - k) for k, d in enumerate(devs)])
     for members in of_peer.values():
-        bw[np.ix_(members, members)], lat[np.ix_(members, members)] = LOOPBACK_BYTES_PER_S, 1e-5
+        bw[np.ix_(members, members)], lat[np.ix_(members, members)] = LOOPBACK_BYTES_PER_S, LOOPBACK_LATENCY_S
     _fill(bw, lat, label, devs)
     net = Network(devices=devs, bandwidth_bytes_per_s=bw, latency_s=lat, fences=groups, name=name)
     net.check()

@@ -11,6 +11,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.planner.costs import Chain, Costs
@@ -33,8 +35,7 @@ class Options:
     pools: tuple[Pool, ...] = ()
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Work of one micro-batch: `kind` "F" or "B" computes at stage `stage`, or sends from it (`to` the other stage)."""
 
     kind: str
@@ -80,6 +81,11 @@ class _Stage:
     ready: list[tuple[int, int]] = field(default_factory=list)  # heap of (0 backward | 1 forward, micro-batch)
     held: int = 0
     peak: int = 0
+
+    @property
+    def able(self) -> bool:
+        """Whether something waits that the window allows."""
+        return bool(self.ready) and (self.ready[0][0] == 0 or self.held < self.window)
 
 
 @dataclass
@@ -163,7 +169,7 @@ class _Simulation:
             else:
                 self._pool_tick(args[0], args[1], t)
                 end = max(end, t)
-        spans = tuple(sorted(self.spans, key=lambda s: (s.end_s, s.start_s, s.stage)))
+        spans = tuple(sorted(self.spans, key=itemgetter(4, 3, 1)))
         end += self.shared_s
         return Schedule(end, spans, tuple(s.peak for s in self.stages), len(self.stages))
 
@@ -171,15 +177,10 @@ class _Simulation:
         """Give an idle device its next job: backward before forward, later stages first, then micro-batch order."""
         if device in self.running:
             return
-        best: tuple[int, int, int] | None = None
-        for k in self.of_device[device]:
-            s = self.stages[k]
-            if s.ready and (s.ready[0][0] == 0 or s.held < s.window):
-                key = (s.ready[0][0], -k, s.ready[0][1])
-                best = key if best is None or key < best else best
-        if best is None:
+        able = [k for k in self.of_device[device] if self.stages[k].able]
+        if not able:
             return
-        k = -best[1]
+        k = able[0] if len(able) == 1 else min(able, key=lambda k: (self.stages[k].ready[0][0], -k))
         s = self.stages[k]
         kind, m = heapq.heappop(s.ready)
         if kind == 1:

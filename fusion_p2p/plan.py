@@ -62,6 +62,12 @@ class Prediction(msgspec.Struct, frozen=True):
     parts: dict[str, float] = {}  # named seconds that explain it
     lower_bound_s: float = 0.0
 
+    def explain(self) -> str:
+        """One line: the step time, what it is made of, and what no plan on these devices can beat."""
+        parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in self.parts.items())
+        bound = f"; at best {self.lower_bound_s:.3g} s" if self.lower_bound_s > 0 else ""
+        return f"predicted step time {self.step_time_s:.3g} s{f' ({parts})' if parts else ''}{bound}"
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Numbered; `numerics` repeats the log entry in force. `reasons` explain each choice in a line."""
@@ -88,6 +94,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             f"{self.numerics.micro_batches} micro-batches of {self.numerics.micro_batch_size}"
         ]
         lines += [f"  stage {p.stage}: {p.peer[-8:]} ({p.device}), window {p.window}" for p in self.placement]
+        lines += [f"  link {c.src}-{c.dst}: {c.codec}" for c in self.numerics.codecs]
         if self.prediction is not None:
-            lines.append(f"  predicted step time {self.prediction.step_time_s:.3f} s")
+            lines.append(f"  {self.prediction.explain()}")
         return "\n".join(lines + [f"  {r}" for r in self.reasons])

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fusion_p2p.planner import Device, Link, Network, from_measurements
+from fusion_p2p.planner.network import LOOPBACK_BYTES_PER_S, LOOPBACK_LATENCY_S
 
 ASSUMED_BYTES_PER_S, ASSUMED_LATENCY_S = 10e6 / 8, 0.02  # of a link nobody measured: a modest home uplink
-LOOPBACK_BYTES_PER_S = 4e9  # between processes of one machine; what is measured there is how busy its CPU is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +37,13 @@ class SwarmLinks:
 
 
 def network_of(offers: Sequence[DeviceOffer], known: SwarmLinks, *, name: str = "swarm") -> Network:
-    """The planner's network; every pair has a figure: one machine's own, measured, or assumed."""
+    """The planner's network; every pair has a figure: one machine's own, measured, or assumed.
+
+    Between processes of one machine what was measured does not count: it says how busy the CPU is.
+    """
     machine = {o.peer: o.machine for o in offers}
     links = [
-        Link(src=a, dst=b, bandwidth_bytes_per_s=LOOPBACK_BYTES_PER_S, latency_s=0.0)
+        Link(src=a, dst=b, bandwidth_bytes_per_s=LOOPBACK_BYTES_PER_S, latency_s=LOOPBACK_LATENCY_S)
         for a, b in _pairs(machine)
         if _together(machine, a, b)
     ]

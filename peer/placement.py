@@ -1,46 +1,54 @@
-"""Who hosts what, first version: contiguous stages in proportion to measured speed, within memory.
+"""Who hosts what: the one door through which the trainer asks for a plan, and what happens to it when peers are lost.
 
-`make_plan` is the one door through which the trainer asks for a plan; the OP-Fence planner (DESIGN section 5)
-takes this place. Pure: no sockets, no clock.
+`make_plan` plans with OP-Fence (fusion_p2p.planner; DESIGN section 5) on what the swarm offers and measured, `revise`
+once more with what the trial steps took. Pure: no sockets, no clock.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics, Plan, Prediction, StagePlacement
+from fusion_p2p.planner import Constraints, Proposal, Workload, from_atoms
+from fusion_p2p.planner.explain import choices as choices_of
+from fusion_p2p.planner.network import MEMORY_SHARE
+from fusion_p2p.planner.opfence import Best, Searched
+from fusion_p2p.planner.proposal import finish, make_costs
+from peer.offers import DeviceOffer, SwarmLinks, network_of, sources
+from peer.plan_codecs import Channel, choices, ladder_for, link_codecs, neighbours, rungs_of, with_rungs
+from peer.plan_hosts import device_of, propose
 
-if TYPE_CHECKING:  # the planner loads no torch
+if TYPE_CHECKING:
     from fusion_p2p.workload import Atom
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceOffer:
-    """One device of one peer, as its signed record (or a measured stage time) says."""
-
-    peer: str
-    device: str = "cpu"
-    flops_per_s: float
-    memory_bytes: int
+WRONG = 1.5  # measured over predicted stage time, either way, from which a device's rates are corrected
+WORTH = 0.9  # of the predicted step time that another plan must reach to be worth placing again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """`state_factor`: resident bytes per weight byte (AdamW: weight, gradient, two moments, snapshot copy = 5 to 7).
 
-    `stages` None: as many as there are devices. `base` holds the numerics that the run fixes; its cuts are
-    replaced unless `pinned`, in which case the cuts stand and only hosts are chosen.
+    `stages` None: as many as pay, or one for `every_device`. `base` holds the numerics that the run fixes; its cuts
+    and codecs are replaced unless `pinned`, in which case they stand and only hosts are chosen. `compression`: as in
+    `adatopk.ladder_of`. `channels`: what stages exchange under given cuts; None: neighbours only.
     """
 
     base: Numerics
     stages: int | None = None
+    every_device: bool = False
     pinned: bool = False
+    compression: str = "adatopk"
+    links: SwarmLinks = field(default_factory=SwarmLinks)
+    channels: Callable[[tuple[int, ...]], Sequence[Channel]] | None = None
     state_factor: float = 7.0
     number: int = 1
     epoch: int = 1
@@ -49,7 +57,7 @@ class PlanRequest:
 
 
 def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> Plan:
-    """A plan that minimises the slowest stage's compute time. `atoms`: of one micro-batch of `base.micro_batch_size`.
+    """The plan of least predicted step time. `atoms`: of one micro-batch of `base.micro_batch_size`.
 
     InputError, with figures, if memory does not suffice.
     """
@@ -57,65 +65,167 @@ def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: Pla
         raise InputError("no volunteer offers a device; start one with: fusion-peer join ADDRESS")
     if not atoms:
         raise InputError("the model has no operator to place")
+    if request.stages is not None and not request.pinned and not 1 <= request.stages <= len(atoms):
+        raise InputError(
+            f"stages = {request.stages} is out of range; this model can be cut into 1 to {len(atoms)} stages"
+        )
+    base = request.base
+    given = base.codecs if request.pinned else ()
+    found = propose(
+        _workload(atoms, request),
+        offers,
+        request.links,
+        micro_batches=base.micro_batches,
+        ladder=ladder_for(request.compression, given),
+        stages=request.stages,
+        every_device=request.every_device,
+        pinned=base.cuts if request.pinned else None,
+    )
+    if found is None:
+        raise InputError(_shortage(atoms, offers, request))
+    proposal, slots = found
+    cuts = proposal.chain.cuts
     if request.pinned:
-        cuts = request.base.cuts
-        stages = request.base.stages
+        numerics, why = base, []
+        proposal = with_rungs(proposal, rungs_of(base.codecs))
     else:
-        stages = request.stages if request.stages is not None else min(len(offers), len(atoms))
-        if not 1 <= stages <= len(atoms):
-            raise InputError(f"stages = {stages} is out of range; this model can be cut into 1 to {len(atoms)} stages")
-        cuts = ()
-    load = _Load(atoms, request, stages)
-    hosts: list[DeviceOffer] | None = None
-    if request.pinned:
-        hosts = _place(load, cuts, offers)
-    else:
-        for order in _orders(offers, stages):
-            found = _cut(load, order)
-            if found is not None:
-                cuts, hosts = found, order
-                break
-    if hosts is None:
-        raise InputError(_shortage(load, offers))
-    numerics = replace_cuts(request.base, cuts)
-    bounds = (0, *cuts, len(atoms))
-    count = request.base.micro_batches
-    times = [load.flops(bounds[k], bounds[k + 1]) * count / h.flops_per_s for k, h in enumerate(hosts)]
-    per_host: dict[tuple[str, str], float] = {}
-    for h, t in zip(hosts, times, strict=True):
-        per_host[h.peer, h.device] = per_host.get((h.peer, h.device), 0.0) + t
-    slowest = max(per_host.values())
-    fill = sum(times) / count
+        channels = request.channels(cuts) if request.channels is not None else neighbours(atoms, cuts)
+        chosen = choices(proposal, channels, request.compression)
+        numerics = msgspec.structs.replace(base, cuts=cuts, codecs=link_codecs(chosen))
+        why = [c.reason for c in chosen if c.link_codec in numerics.codecs]
+        proposal = with_rungs(proposal, {(c.src, c.dst): c.rung for c in chosen})
+    hosts = [slots[h] for h in proposal.chain.hosts]
+    return _plan(atoms, offers, request, proposal, numerics, hosts, why)
+
+
+def _plan(
+    atoms: Sequence[Atom],
+    offers: Sequence[DeviceOffer],
+    request: PlanRequest,
+    p: Proposal,
+    numerics: Numerics,
+    hosts: Sequence[DeviceOffer],
+    why: Sequence[str],
+) -> Plan:
+    load = _Load(atoms, request.base.micro_batches, request.state_factor)
+    spans = list(pairwise((0, *numerics.cuts, len(atoms))))
+    windows = [load.window(a, b, h.memory_bytes, w) for (a, b), h, w in zip(spans, hosts, p.windows, strict=True)]
+    placement = tuple(
+        StagePlacement(
+            stage=k,
+            peer=h.peer,
+            device=device_of(h.device),
+            incarnation=request.number,
+            window=windows[k],
+            logged=0 < request.mark_interval * load.sent_bytes(a, b) <= request.log_bytes,
+        )
+        for k, (h, (a, b)) in enumerate(zip(hosts, spans, strict=True))
+    )
     used = {h.peer for h in hosts}
+    reasons = [
+        f"stage {k}: operators' atoms {a}..{b - 1}, {p.score.stage_s[k] * 1e3:.3g} ms a micro-batch, "
+        f"{_mib(load.bytes(a, b, windows[k]))} of {_mib(h.memory_bytes)}"
+        for k, (h, (a, b)) in enumerate(zip(hosts, spans, strict=True))
+    ]
+    reasons += [*choices_of(p), *why, *sources(offers, request.links)]
+    reasons += [
+        f"{o.peer}: its trial step took {o.correction:.2g} times what its record promises"
+        for o in offers
+        if o.correction != 1.0
+    ]
     return Plan(
         number=request.number,
         epoch=request.epoch,
         numerics=numerics,
-        placement=tuple(
-            StagePlacement(
-                stage=k,
-                peer=h.peer,
-                device=h.device,
-                incarnation=request.number,
-                window=load.window(k),
-                logged=0 < request.mark_interval * load.sent_bytes(bounds[k], bounds[k + 1]) <= request.log_bytes,
-            )
-            for k, h in enumerate(hosts)
-        ),
+        placement=placement,
         spares=tuple(dict.fromkeys(o.peer for o in offers if o.peer not in used)),
         mark_interval=request.mark_interval,
-        prediction=Prediction(
-            step_time_s=slowest + fill - slowest / count,
-            parts={"slowest stage": slowest, "fill": fill},
-            lower_bound_s=load.flops(0, len(atoms)) * count / sum(o.flops_per_s for o in offers),
-        ),
-        reasons=tuple(
-            f"stage {k}: operators' atoms {bounds[k]}..{bounds[k + 1] - 1}, "
-            f"{load.flops(bounds[k], bounds[k + 1]) / max(load.flops(0, len(atoms)), 1.0):.0%} of the work, "
-            f"{_mib(load.bytes(bounds[k], bounds[k + 1], k))} of {_mib(h.memory_bytes)}"
-            for k, h in enumerate(hosts)
-        ),
+        prediction=_prediction(p),
+        reasons=tuple(_short(r, offers) for r in reasons),
     )
+
+
+def _prediction(p: Proposal) -> Prediction:
+    s = p.score
+    parts = {
+        "compute": s.compute_s,
+        "transfer": s.transfer_s,
+        "latency": s.latency_s,
+        "codecs": s.codec_s,
+        "shared weights": s.shared_s,
+        "waiting for the slowest": (p.costs.m - 1) * s.bottleneck_s,
+    }
+    return Prediction(p.step_s, {name: seconds for name, seconds in parts.items() if seconds > 0}, p.lower_bound_s)
+
+
+def _short(text: str, offers: Sequence[DeviceOffer]) -> str:
+    """Peers by the end of their id, as everywhere."""
+    for peer in {o.peer for o in offers}:
+        text = text.replace(peer, peer[-8:])
+    return text
+
+
+def _workload(atoms: Sequence[Atom], request: PlanRequest) -> Workload:
+    return from_atoms(
+        "model",
+        atoms,
+        samples=request.base.micro_batch_size,
+        recompute=request.base.recompute,
+        state_bytes_per_parameter=4 * request.state_factor,
+    )
+
+
+# --- the trial steps' word
+
+
+def revise(
+    plan: Plan,
+    atoms: Sequence[Atom],
+    offers: Sequence[DeviceOffer],
+    request: PlanRequest,
+    measured_s: Mapping[int, float],
+) -> tuple[Plan, list[DeviceOffer]]:
+    """`plan` as the stages' trial steps see it (seconds a micro-batch, forward and backward), and corrected offers.
+
+    The same number comes back where every device is within `WRONG` of its prediction or no other plan would be
+    `WORTH` it, the prediction corrected; else a plan of the next number.
+    """
+    predicted, measured = dict[tuple[str, str], float](), dict[tuple[str, str], float]()
+    now = _again(plan, atoms, offers, request)
+    for p in plan.placement:
+        if measured_s.get(p.stage, 0.0) > 0:
+            key = p.peer, p.device
+            predicted[key] = predicted.get(key, 0.0) + now.score.stage_s[p.stage]
+            measured[key] = measured.get(key, 0.0) + measured_s[p.stage]
+    ratio = {key: measured[key] / predicted[key] for key in measured}
+    wrong = {key: r for key, r in ratio.items() if not 1 / WRONG <= r <= WRONG}
+    if not wrong:
+        return plan, list(offers)
+    offers = [replace(o, correction=o.correction * wrong.get((o.peer, o.device), 1.0)) for o in offers]
+    same = msgspec.structs.replace(plan, prediction=_prediction(_again(plan, atoms, offers, request)))
+    other = make_plan(atoms, offers, replace(request, number=plan.number + 1))
+    assert other.prediction is not None and same.prediction is not None
+    pays = other.prediction.step_time_s < WORTH * same.prediction.step_time_s
+    return (other if pays else same), offers
+
+
+def _again(plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> Proposal:
+    """The proposal that this plan is, with what is known of its devices now."""
+    place = {(o.peer, o.device): i for i, o in enumerate(offers)}
+    rungs = rungs_of(plan.numerics.codecs)
+    costs = make_costs(
+        _workload(atoms, request),
+        network_of(offers, request.links),
+        micro_batches=plan.numerics.micro_batches,
+        ladder=ladder_for("none", ()),
+    )
+    chain, score = costs.fit(tuple(place[p.peer, p.device] for p in plan.placement), plan.numerics.cuts)
+    bound_s = plan.prediction.lower_bound_s if plan.prediction is not None else 0.0
+    best = Best(chain, score, chain.hosts, score.bottleneck_s)
+    return with_rungs(finish(costs, Searched([best], bound_s, ()), Constraints()), rungs)
+
+
+# --- losses
 
 
 def recovery_group(plan: Plan, lost: Iterable[int], edges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
@@ -143,8 +253,9 @@ def rehost(
     The numerics and all other hosts stay; the stages of `group` get the next incarnation, wherever they are.
     InputError if no device has room.
     """
-    load = _Load(atoms, PlanRequest(base=plan.numerics, state_factor=factor), plan.numerics.stages)
+    load = _Load(atoms, plan.numerics.micro_batches, factor)
     bounds = (0, *plan.numerics.cuts, load.n)
+    window = {p.stage: p.window for p in plan.placement}
     left = [o for o in offers if o.peer not in lost]
     placed: dict[int, DeviceOffer] = {}
     moved = []
@@ -156,12 +267,12 @@ def rehost(
             placed[p.stage] = host
     new = {}
     for p in sorted(moved, key=lambda p: -load.flops(bounds[p.stage], bounds[p.stage + 1])):
-        need = load.bytes(bounds[p.stage], bounds[p.stage + 1], p.stage)
+        need = load.bytes(bounds[p.stage], bounds[p.stage + 1], p.window)
         work = load.flops(bounds[p.stage], bounds[p.stage + 1])
         ready = []
         for i, o in enumerate(left):
             here = [k for k, h in placed.items() if (h.peer, h.device) == (o.peer, o.device)]
-            used = sum(load.bytes(bounds[k], bounds[k + 1], k) for k in here)
+            used = sum(load.bytes(bounds[k], bounds[k + 1], window[k]) for k in here)
             busy = sum(load.flops(bounds[k], bounds[k + 1]) for k in here)
             if used + need <= o.memory_bytes:
                 ready.append(((busy + work) / o.flops_per_s, i))
@@ -194,35 +305,30 @@ def rehost(
 
 def stage_bytes(plan: Plan, stage: int, atoms: Sequence[Atom], state_factor: float) -> int:
     """What this planner thinks that a stage needs; a volunteer's trial step knows better."""
-    load = _Load(atoms, PlanRequest(base=plan.numerics, state_factor=state_factor), plan.numerics.stages)
+    load = _Load(atoms, plan.numerics.micro_batches, state_factor)
     bounds = (0, *plan.numerics.cuts, load.n)
-    return load.bytes(bounds[stage], bounds[stage + 1], stage)
-
-
-def replace_cuts(numerics: Numerics, cuts: tuple[int, ...]) -> Numerics:
-    """The same numerics with these cuts; codecs of links that no longer exist are dropped."""
-    kept = tuple(c for c in numerics.codecs if c.dst <= len(cuts))
-    return msgspec.structs.replace(numerics, cuts=cuts, codecs=kept)
+    return load.bytes(bounds[stage], bounds[stage + 1], plan.host(stage).window)
 
 
 class _Load:
     """Prefix sums over the atoms."""
 
-    def __init__(self, atoms: Sequence[Atom], request: PlanRequest, stages: int) -> None:
+    def __init__(self, atoms: Sequence[Atom], micro_batches: int, state_factor: float) -> None:
         self.n = len(atoms)
-        self.stages = stages
-        self._factor = request.state_factor
-        self._micro_batches = request.base.micro_batches
+        self._micro_batches = micro_batches
         self._cuts = [*((a.cut_bytes, a.cut_weight_bytes) for a in atoms), (0, 0)]
-        self._flops, self._weights, self._activations = [0.0], [0], [0]
+        self._flops, self._state, self._activations = [0.0], [0.0], [0]
         for a in atoms:
+            fixed = max(0, a.weight_bytes - 4 * a.parameters)  # frozen weights and buffers are there once
             self._flops.append(self._flops[-1] + a.forward_flops + a.backward_flops)
-            self._weights.append(self._weights[-1] + a.weight_bytes)
+            self._state.append(self._state[-1] + 4 * a.parameters * state_factor + fixed)
             self._activations.append(self._activations[-1] + a.stash_bytes)
 
-    def window(self, stage: int) -> int:
-        """Micro-batches in flight: enough to fill the stages after this one, one more to hide the network."""
-        return max(1, min(self._micro_batches, self.stages - stage + (1 if self.stages > 1 else 0)))
+    def window(self, a: int, b: int, memory_bytes: int, wanted: int) -> int:
+        """Micro-batches in flight: as many as `wanted`, fewer where memory is short."""
+        stash = self._activations[b] - self._activations[a]
+        room = MEMORY_SHARE * memory_bytes - (self._state[b] - self._state[a])
+        return max(1, min(wanted, int(room / stash))) if stash else wanted
 
     def flops(self, a: int, b: int) -> float:
         return self._flops[b] - self._flops[a]
@@ -232,74 +338,15 @@ class _Load:
         ends = [self._cuts[at] for at in (a, b) if 0 < at < self.n]
         return 1 + sum(self._micro_batches * activations + shared for activations, shared in ends)
 
-    def bytes(self, a: int, b: int, stage: int) -> int:
-        state = (self._weights[b] - self._weights[a]) * self._factor
-        stash = (self._activations[b] - self._activations[a]) * self.window(stage)
-        return math.ceil(state) + stash
+    def bytes(self, a: int, b: int, window: int) -> int:
+        return math.ceil(self._state[b] - self._state[a]) + (self._activations[b] - self._activations[a]) * window
 
 
-def _orders(offers: Sequence[DeviceOffer], stages: int) -> list[list[DeviceOffer]]:
-    """The fastest `stages` devices in the order given, then by memory; repeats where there are fewer than stages."""
-    pool = list(offers)
-    while len(pool) < stages:  # several stages beside each other on one device share its speed and memory
-        copies = math.ceil(stages / len(offers))
-        shared = [replace(o, flops_per_s=o.flops_per_s / copies, memory_bytes=o.memory_bytes // copies) for o in offers]
-        pool = [o for o in shared for _ in range(copies)]
-    fastest = sorted(range(len(pool)), key=lambda i: (-pool[i].flops_per_s, i))[:stages]
-    largest = sorted(range(len(pool)), key=lambda i: (-pool[i].memory_bytes, i))[:stages]
-    orders = [[pool[i] for i in sorted(fastest)], [pool[i] for i in sorted(largest)]]
-    orders.append([pool[i] for i in largest])
-    orders.append([pool[i] for i in reversed(largest)])
-    return orders
-
-
-def _cut(load: _Load, order: Sequence[DeviceOffer]) -> tuple[int, ...] | None:
-    """Exact min-max contiguous partition over devices in this order, each at least one atom; None if none fits."""
-    n, stages = load.n, len(order)
-    total = max(load.flops(0, n), 1.0)
-    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, -1)}]
-    for k, host in enumerate(order):
-        row: dict[int, tuple[float, float, int]] = {}
-        for start, (worst, spread, _) in best[k].items():
-            ends = range(start + 1, n - (stages - k - 1) + 1) if k < stages - 1 else range(n, n + 1)
-            for end in ends:
-                if load.bytes(start, end, k) > host.memory_bytes:
-                    break  # bytes only grow with `end`
-                time = load.flops(start, end) / total / host.flops_per_s
-                key = (max(worst, time), spread + time * time, start)
-                if start < end and (end not in row or key < row[end]):
-                    row[end] = key
-        best.append(row)
-    if n not in best[stages]:
-        return None
-    cuts: list[int] = []
-    end = n
-    for k in range(stages, 0, -1):
-        end = best[k][end][2]
-        cuts.append(end)
-    return tuple(reversed(cuts[:-1]))
-
-
-def _place(load: _Load, cuts: tuple[int, ...], offers: Sequence[DeviceOffer]) -> list[DeviceOffer] | None:
-    """Hosts for fixed cuts: the heaviest stage first, each to the device that would finish it soonest and has room."""
-    bounds = (0, *cuts, load.n)
-    free = [o.memory_bytes for o in offers]
-    busy = [0.0] * len(offers)
-    hosts: list[DeviceOffer | None] = [None] * (len(cuts) + 1)
-    for k in sorted(range(len(hosts)), key=lambda k: (-load.flops(bounds[k], bounds[k + 1]), k)):
-        need, work = load.bytes(bounds[k], bounds[k + 1], k), load.flops(bounds[k], bounds[k + 1])
-        ready = [(busy[i] + work / o.flops_per_s, abs(i - k), i) for i, o in enumerate(offers) if free[i] >= need]
-        if not ready:
-            return None
-        finish, _, i = min(ready)
-        busy[i], free[i], hosts[k] = finish, free[i] - need, offers[i]
-    return [h for h in hosts if h is not None]
-
-
-def _shortage(load: _Load, offers: Sequence[DeviceOffer]) -> str:
-    need = load.bytes(0, load.n, load.stages - 1)
+def _shortage(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> str:
+    load = _Load(atoms, request.base.micro_batches, request.state_factor)
+    need = load.bytes(0, load.n, 1)
     have = sum(o.memory_bytes for o in offers)
-    largest = max(load.bytes(a, a + 1, load.stages - 1) for a in range(load.n))
+    largest = max(load.bytes(a, a + 1, 1) for a in range(load.n))
     return (
         f"too little memory in the swarm: the model needs about {_mib(need)} (its largest piece {_mib(largest)}), "
         f"{len(offers)} device(s) offer {_mib(have)}; ask for more volunteers, raise their --memory, "

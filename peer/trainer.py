@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import torch
@@ -30,7 +29,9 @@ from peer.errors import WireError
 from peer.events import PlanAdopted, Sink, StepResult
 from peer.link_ends import LinkEvent
 from peer.links import Links
-from peer.placement import DeviceOffer, PlanRequest
+from peer.offers import DeviceOffer
+from peer.placement import PlanRequest
+from peer.plan_codecs import channels_of
 from peer.protocol import BlobRef, StageFault, StageStatus
 from peer.signing import sign
 from peer.trainer_assembly import Assembly, Refusal, Session
@@ -184,8 +185,18 @@ class Trainer:
         offers = await self._gather()
         numerics, first_tick = (resumed.numerics, resumed.tick) if resumed else (live.options.numerics, 0)
         live.step = resumed.step if resumed else 0
-        request = PlanRequest(base=numerics, stages=live.options.stages, pinned=resumed is not None)
-        request = replace(request, epoch=live.session.epoch, mark_interval=live.options.mark_interval)
+        options = live.options
+        request = PlanRequest(
+            base=numerics,
+            stages=options.stages,
+            every_device=options.every_device,
+            pinned=resumed is not None,
+            compression=options.compression,
+            links=await live.swarm.links(),
+            channels=lambda cuts: channels_of(live.dag, cuts, numerics.micro_batch_size),
+            epoch=live.session.epoch,
+            mark_interval=options.mark_interval,
+        )
 
         def states(plan: Plan) -> Mapping[int, BlobRef]:
             return live.refs(resumed or self._first_set(plan, data_state))

@@ -23,7 +23,8 @@ from fusion_p2p.plan import Plan, StagePlacement
 from fusion_p2p.workload import Atom
 from peer.channel_io import ChannelSettings
 from peer.errors import RefusedError
-from peer.placement import DeviceOffer, PlanRequest, make_plan, stage_bytes
+from peer.offers import DeviceOffer
+from peer.placement import PlanRequest, make_plan, revise, stage_bytes
 from peer.protocol import (
     PROTOCOL_VERSION,
     Accepted,
@@ -106,15 +107,24 @@ class Assembly:
         first_tick: int,
         on_refusal: Callable[[Refusal], None],
     ) -> Plan:
-        """A plan whose every stage has been accepted. InputError when what is left of the swarm cannot host it."""
-        last = ""
+        """A plan whose every stage has been accepted. InputError when what is left of the swarm cannot host it.
+
+        What the first accepted plan's trial steps took may lead to another one, once.
+        """
+        last, tried = "", False
         for number in range(request.number, request.number + MAX_PLANS):
             try:
-                plan = make_plan(atoms, offers, replace(request, number=number))
+                plan = await asyncio.to_thread(make_plan, atoms, offers, replace(request, number=number))
             except InputError as error:
                 raise InputError(f"{error}{f' (after a refusal: {last})' if last else ''}") from None
             refusals = await self.place(plan, range(plan.numerics.stages), states(plan), first_tick)
-            if not refusals:
+            if not refusals and not tried:
+                tried = True
+                seconds = {k: a.trial_forward_s + a.trial_backward_s for k, (_, a) in self._accepted.items()}
+                revised, offers = await asyncio.to_thread(revise, plan, atoms, offers, request, seconds)
+                if revised.number == plan.number:
+                    return revised
+            elif not refusals:
                 return plan
             await self._drop(self._accepted, "the plan changed")
             for refusal in refusals:

@@ -14,7 +14,7 @@ from fusion_p2p.workload import Atom
 from peer.channel_io import ChannelSettings
 from peer.events import RunEvent, Sink
 from peer.links import Links
-from peer.placement import DeviceOffer
+from peer.offers import DeviceOffer
 from peer.protocol import BlobRef
 from peer.trainer_assembly import Assembly, Session
 from peer.trainer_state import Manifest, RunFolder
@@ -30,6 +30,8 @@ class TrainerOptions:
 
     numerics: Numerics  # its cuts count only in a resumed run
     stages: int | None = None
+    every_device: bool = False  # where `stages` is None: each device gets one, not only those that pay
+    compression: str = "adatopk"  # of a new run's links, as `fusion_p2p.adatopk.ladder_of` has it
     peers: int = 1
     gather_s: float = 60.0
     recover_s: float = 60.0

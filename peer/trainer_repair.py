@@ -10,7 +10,8 @@ import msgspec
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Plan
-from peer.placement import DeviceOffer, PlanRequest, recovery_group, rehost
+from peer.offers import DeviceOffer
+from peer.placement import PlanRequest, recovery_group, rehost
 from peer.trainer_host import HostLost, RunPaused
 from peer.trainer_live import Live
 

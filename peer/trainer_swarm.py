@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable, Sequence
 
 from dht import records
+from dht.errors import DhtError
 from dht.identity import Identity
 from dht.node import Board
 from dht.records import Delegation, PeerRecord, RunRecord, Signer
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Plan
-from peer.placement import DeviceOffer
+from peer.offers import DeviceOffer, SwarmLinks
+from peer.swarm_network import offers_of, read_links
+
+log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5  # between looks at the board while volunteers are awaited
+_LINKS_S = 10.0  # to read what was measured; a plan does without rather than wait longer
 _LINK = re.compile(r"(-?\d+)-(-?\d+)")
 _LINKS_PER_PART, _STAGES_PER_PART, _PARTS = 40, 24, 64
 
@@ -32,7 +38,7 @@ class Swarm:
 
         After a death this may take seconds: the dead node is asked too.
         """
-        self.known = [o for record in await self._present() for o in _offers_of(record)]
+        self.known = [o for record in await self._present() for o in offers_of(record)]
         return self.known
 
     async def _present(self) -> list[PeerRecord]:
@@ -54,7 +60,7 @@ class Swarm:
             async with asyncio.timeout(timeout_s):
                 while True:
                     present = await self._present()
-                    ready = {r.peer: offers for r in present if (offers := _offers_of(r))}
+                    ready = {r.peer: offers for r in present if (offers := offers_of(r))}
                     if len(ready) != count:
                         count = len(ready)
                         seen(count)
@@ -67,6 +73,15 @@ class Swarm:
                     f"no volunteer came within {timeout_s:.0f} s; start one with: fusion-peer join ADDRESS"
                 ) from None
         return [o for offers in ready.values() for o in offers]
+
+    async def links(self) -> SwarmLinks:
+        """What is measured between the peers that may be asked; nothing if the board does not say in time."""
+        try:
+            async with asyncio.timeout(_LINKS_S):
+                return await read_links(self._board, await self._present())
+        except (TimeoutError, DhtError) as error:
+            log.warning("planning without measured links: %s", str(error) or f"no answer in {_LINKS_S:.0f} s")
+            return SwarmLinks()
 
     def publish(self, record: RunRecord, plan: Plan | None, sent: dict[str, int], signer: Signer) -> None:
         """Progress, and who hosts what, onto the board."""
@@ -102,20 +117,6 @@ class Swarm:
 def signer_for(owner: Identity, run: str, session: Identity, expires: float) -> Signer:
     """Records of `run` signed by the session key that its owner delegated to."""
     return Signer(session, Delegation.sign(owner, run, session.public_key, expires))
-
-
-def _offers_of(record: PeerRecord) -> list[DeviceOffer]:
-    counts: dict[str, int] = {}
-    offers = []
-    for d in record.devices:
-        index = counts.get(d.kind, 0)
-        counts[d.kind] = index + 1
-        name = d.kind if d.kind == "cpu" else f"{d.kind}:{index}"
-        if d.flops_per_s > 0 and d.free_bytes > 0:
-            offers.append(
-                DeviceOffer(peer=record.peer, device=name, flops_per_s=d.flops_per_s, memory_bytes=d.free_bytes)
-            )
-    return offers
 
 
 def _link(key: re.Match[str], count: int, codecs: dict[tuple[int, int], str]) -> records.LinkBytes:

@@ -93,7 +93,7 @@ class MiniVolunteer:
         device = Device(
             kind="cpu", name="test", flops_per_s=1e9, memory_bytes_per_s=1e9, memory_bytes=1 << 30, free_bytes=1 << 30
         )
-        return PeerRecord(peer=self.peer, version="0", devices=(device,))
+        return PeerRecord(peer=self.peer, version="0", addresses=("/ip4/127.0.0.1/tcp/1",), devices=(device,))
 
     async def _control(self, stream: Stream) -> None:
         messages: MessageStream[ToVolunteer] = MessageStream(stream.reader, stream.writer, _DECODER)

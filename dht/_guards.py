@@ -14,9 +14,13 @@ import heapq
 from typing import Any
 
 from dht.clock import swarm_clock
+from dht.door import Door
+from dht.identity import peer_id_text
 
 MAX_DICTIONARY_BYTES = 2 << 20  # half of the largest message, so that a reply with neighbours still fits
 MAX_DICTIONARIES = 4096
+doors: dict[bytes, Door] = {}  # of this process's peers, by their 38-byte id; set before their node serves
+_RPC = "/fusion/board/1"
 
 
 def node_id_of(peer_id: bytes) -> int:
@@ -63,6 +67,41 @@ def _repair_storage(hivemind: Any) -> None:
     hivemind.DHTLocalStorage.store_subkey = store_subkey
 
 
+class _Showing:
+    """A stub whose calls carry the token of a private swarm."""
+
+    def __init__(self, stub: Any, token: bytes) -> None:
+        self._stub, self._token = stub, token
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._stub, name)
+
+        async def call(request: Any, **options: Any) -> Any:
+            if self._token:
+                request.auth.signature = self._token
+            return await method(request, **options)
+
+        return call
+
+
+class _Guarded:
+    """A node's handlers behind its door: who is banned, or has not the private swarm's key, gets an error."""
+
+    def __init__(self, protocol: Any, door: Door) -> None:
+        self._protocol, self._door = protocol, door
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._protocol, name)
+
+        async def handle(request: Any, context: Any) -> Any:
+            remote = peer_id_text(context.remote_id.to_bytes())
+            if self._door.banned(remote) or not self._door.proves(remote, _RPC, request.auth.signature):
+                raise PermissionError(f"peer {remote} is not let in here")
+            return await method(request, context)
+
+        return handle
+
+
 def _protocol_class(hivemind: Any) -> type:
     base = hivemind.DHTProtocol
     dictionary_type = hivemind.DictionaryDHTValue
@@ -101,6 +140,14 @@ def _protocol_class(hivemind: Any) -> type:
             for subkey, (value, expiration) in item.value.items():
                 fresh.store(subkey, value, expiration)
             return hivemind.ValueWithExpiration(fresh, fresh.latest_expiration_time) if fresh else None
+
+        def get_stub(self, peer: Any) -> Any:
+            stub, door = super().get_stub(peer), doors.get(self.p2p.peer_id.to_bytes())
+            return stub if door is None else _Showing(stub, door.token(peer_id_text(peer.to_bytes()), _RPC))
+
+        async def add_p2p_handlers(self, p2p: Any, wrapper: Any = None, **options: Any) -> None:
+            door = doors.get(p2p.peer_id.to_bytes())
+            await super().add_p2p_handlers(p2p, wrapper if door is None else _Guarded(self, door), **options)
 
         async def update_routing_table(self, node_id: Any, peer_id: Any, responded: bool = True) -> None:
             if node_id is None or honest(node_id, peer_id):

@@ -179,6 +179,7 @@ class Board(BoardReads):
         control = self._p2p._client.control
         for task in (control._read_task, control._write_task):
             task.add_done_callback(_note_end)
+        _guards.doors[peer_id_bytes(self.transport.peer_id)] = self.transport.door
         own_id = parts.DHTID(_guards.node_id_of(peer_id_bytes(self.transport.peer_id)))
         # hivemind's caches stay off: they answer with what was, and others could fill them. Blacklisting is constant:
         # its exponential form keeps a peer out for minutes after an outage.

@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import socket
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import TypeVar
 from dht import addresses
 from dht._hivemind import pb
 from dht.control import SOCKET_BUFFER_BYTES, STREAM_LIMIT_BYTES, ControlClient, read_message, socket_path
+from dht.door import KEY_BYTES, TOKEN_BYTES, Door, env_swarm_key, read_bans
 from dht.errors import DhtError, InputError, P2pdGone, PeerUnreachable, SwarmUnreachable, TransportError
 from dht.identity import Identity, load_or_create, peer_id_text
 from dht.p2pd import P2pd, P2pdConfig, SocketFolder
@@ -34,8 +34,9 @@ log = logging.getLogger("dht.p2p")
 ANY_ADDRESS = ("/ip4/0.0.0.0/tcp/0",)
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 ACCEPT_BACKLOG = 1024  # hivemind's 100 loses streams when a fence opens them at once
-MAX_STREAMS_PER_PEER = 512
+_SEEN_S = 5.0  # how old the list of connections may be by which streams are counted to address ranges
 _HEADER_S = 10.0
+_TOKEN_S = 4.0
 _RETRY_S = 0.3
 # libp2p does not dial for 5 s after a failure, though a peer that restarts is back sooner; and right after joining its
 # routing knows nobody yet.
@@ -48,14 +49,22 @@ class P2PTransport:
     """Made by `start` or `attach`; see `dht.transport.Transport` for the methods others rely on."""
 
     def __init__(
-        self, client: ControlClient, peer_id: str, *, identity: Identity | None = None, bootstrap: tuple[str, ...] = ()
+        self,
+        client: ControlClient,
+        peer_id: str,
+        *,
+        identity: Identity | None = None,
+        bootstrap: tuple[str, ...] = (),
+        door: Door | None = None,
     ) -> None:
         self.client, self.identity, self.bootstrap = client, identity, bootstrap
+        self.door = door or Door(peer_id)
         self._peer_id = peer_id
         self._listener = client.path.with_name(f"s{secrets.token_hex(4)}")
         self._handlers: dict[str, StreamHandler] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._per_peer: Counter[str] = Counter()
+        self._seen: dict[str, str] = {}  # peer -> IP address of its connection
+        self._seen_at = float("-inf")
         self._restart_callbacks: list[Callable[[], Awaitable[None]]] = []
         self._up = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -109,12 +118,14 @@ class P2PTransport:
         libp2p negotiates lazily with a peer it knows: a stream to a protocol that is no longer served may open and then
         end. What proves that somebody is there is a first byte from them.
         """
-        return await self._patiently(
+        stream = await self._patiently(
             f"opening {protocol} at peer {peer_id}",
             lambda: self.client.open_stream(peer_id, protocol, timeout_s=timeout_s),
             timeout_s,
             timeout_s,
         )
+        stream.writer.write(self.door.token(peer_id, protocol))
+        return stream
 
     async def _patiently(self, what: str, call: Callable[[], Awaitable[T]], retry_s: float, timeout_s: float) -> T:
         """`call`, once p2pd is up, and again for `retry_s` while the failure is one that passes by itself."""
@@ -224,7 +235,8 @@ class P2PTransport:
         if task is not None:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        remote = ""
+        remote = ip = ""
+        entered = False
         try:
             sock = writer.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
@@ -233,11 +245,22 @@ class P2PTransport:
             async with asyncio.timeout(_HEADER_S):
                 info = await read_message(reader, pb().StreamInfo())
             remote = peer_id_text(info.peer)
-            self._per_peer[remote] += 1
             handler = self._handlers.get(info.proto)
-            if handler is None or self._per_peer[remote] > MAX_STREAMS_PER_PEER:
-                log.info("refused a stream of %s from peer %s", info.proto[:80], remote)
+            if handler is None:
+                log.info("refused a stream of %s from peer %s: it is not served", info.proto[:80], remote)
                 return
+            ip = await self._ip_of(remote)
+            reason = self.door.enter(remote, ip, asyncio.get_running_loop().time())
+            if reason:
+                log.info("refused a stream of %s from peer %s: %s", info.proto, remote, reason)
+                return
+            entered = True
+            if self.door.key is not None:
+                async with asyncio.timeout(_TOKEN_S):
+                    token = await reader.readexactly(TOKEN_BYTES)
+                if not self.door.proves(remote, info.proto, token):
+                    log.info("refused a stream of %s from peer %s: it has not the swarm's key", info.proto, remote)
+                    return
             await handler(Stream(remote, reader, writer))
         except asyncio.CancelledError:
             if not self._closed:
@@ -247,11 +270,21 @@ class P2PTransport:
         except Exception:  # the top of this task: a handler's defect must not end the others
             log.exception("the handler of a stream from peer %s failed", remote or "?")
         finally:
-            if remote:
-                self._per_peer[remote] -= 1
-                if self._per_peer[remote] <= 0:
-                    del self._per_peer[remote]
+            if entered:
+                self.door.leave(remote, ip)
             writer.close()
+
+    async def _ip_of(self, peer: str) -> str:
+        """Where `peer` is connected from, as seen a few seconds ago; "" if it is not known."""
+        now = asyncio.get_running_loop().time()
+        if peer not in self._seen and now - self._seen_at > _SEEN_S:
+            self._seen_at = now
+            with contextlib.suppress(TransportError):
+                found = await self.connected()
+                self._seen = {
+                    p: next((ip for a in where if (ip := addresses.ip_of(a))), "") for p, where in found.items()
+                }
+        return self._seen.get(peer, "")
 
     async def _supervise(self) -> None:
         """Waits for p2pd's death, brings it back (owner) or waits for it (attached), registers the handlers again."""
@@ -299,17 +332,20 @@ async def start(
     bootstrap: tuple[str, ...] = (),
     announce_addresses: tuple[str, ...] = (),
     client_only: bool = False,
+    swarm_key: bytes | None = None,
     timeout_s: float = 15.0,
 ) -> P2PTransport:
     """Starts p2pd with the identity at `identity_path` (made if missing) and connects to `bootstrap`.
 
     `host_addresses`: where to listen; port 0 takes a free one, kept over restarts; () does not listen.
-    `client_only`: take no part in libp2p's routing (observers). Raises InputError (address, identity in use, port in
+    `client_only`: take no part in libp2p's routing (observers). `swarm_key`: of a private swarm (default:
+    $FUSION_SWARM_KEY, else the swarm is public). Raises InputError (address, identity in use, port in
     use), SwarmUnreachable (all of `bootstrap` dead), TransportError.
     """
     bootstrap = tuple(addresses.check_swarm_address(a) for a in bootstrap)
     host_addresses = tuple(addresses.check_address(a) for a in host_addresses)
     identity = load_or_create(identity_path)
+    door = Door(identity.peer_id, key=swarm_key or env_swarm_key(), banned=read_bans())
     _check_ports_free(host_addresses)
     lock = _lock_identity(identity_path)
     try:
@@ -317,7 +353,11 @@ async def start(
     except BaseException:
         os.close(lock)
         raise
-    transport = P2PTransport(ControlClient(folder.control), identity.peer_id, identity=identity, bootstrap=bootstrap)
+    transport = P2PTransport(
+        ControlClient(folder.control), identity.peer_id, identity=identity, bootstrap=bootstrap, door=door
+    )
+    if door.key is not None:
+        folder.write_key(door.key)
     transport._identity_lock, transport._folder = lock, folder
     config = P2pdConfig(
         identity_path=identity_path,
@@ -346,9 +386,18 @@ async def attach(control_address: str, *, timeout_s: float = 10.0) -> P2PTranspo
     """A transport over the p2pd that another process of this host owns. Raises InputError, TransportError."""
     client = ControlClient(socket_path(control_address))
     peer_id, _ = await client.identify(timeout_s=timeout_s)
-    transport = P2PTransport(client, peer_id)
+    transport = P2PTransport(client, peer_id, door=Door(peer_id, key=_key_beside(client), banned=read_bans()))
     transport._supervisor = asyncio.create_task(transport._supervise(), name="p2pd watcher")
     return transport
+
+
+def _key_beside(client: ControlClient) -> bytes | None:
+    """The private swarm's key, which the owner of p2pd left in its private folder."""
+    try:
+        key = client.path.with_name("key").read_bytes()
+    except FileNotFoundError:
+        return None
+    return key if len(key) == KEY_BYTES else None
 
 
 def _why(reason: str) -> str:

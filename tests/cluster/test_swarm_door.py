@@ -1,0 +1,114 @@
+"""A private swarm's door, and bans, between real peers on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from dht import p2p
+from dht.errors import SwarmUnreachable
+from dht.node import Board
+from dht.transport import Stream
+from tests.dht_samples import peer_record
+
+pytestmark = pytest.mark.timeout(90)
+
+
+async def echo(stream: Stream) -> None:
+    stream.writer.write(await stream.reader.readexactly(4))
+
+
+async def asks(transport: p2p.P2PTransport, peer: str) -> bytes:
+    stream = await transport.open_stream(peer, "/fusion/1/echo")
+    stream.writer.write(b"ping")
+    async with asyncio.timeout(10):
+        answer = await stream.reader.read(4)
+    stream.writer.close()
+    return answer
+
+
+def test_a_private_swarm_lets_in_who_has_the_key(tmp_path: Path) -> None:
+    async def main() -> None:
+        key = secrets.token_bytes(32)
+        a = await p2p.start(tmp_path / "a", host_addresses=p2p.LOOPBACK, swarm_key=key)
+        board = await Board.start(a)
+        assert a.identity is not None
+        board.publish(peer_record(a.identity))
+        await board.flush()
+        await a.serve("/fusion/1/echo", echo)
+        boot = await a.addresses()
+        b = await p2p.start(tmp_path / "b", host_addresses=p2p.LOOPBACK, bootstrap=boot, swarm_key=key)
+        other = await Board.start(b)
+        assert [p.peer for p in await other.peers()] == [a.peer_id]
+        assert await asks(b, a.peer_id) == b"ping"
+        executor = await p2p.attach(b.control_address)  # another process of the same peer knows the key as well
+        assert await asks(executor, a.peer_id) == b"ping"
+        await executor.close()
+        for wrong in (None, secrets.token_bytes(32)):
+            c = await p2p.start(tmp_path / f"c{wrong is None}", host_addresses=(), bootstrap=boot, swarm_key=wrong)
+            with pytest.raises(SwarmUnreachable, match="nobody answers on the board"):
+                await Board.start(c)
+            assert await asks(c, a.peer_id) == b""
+            await c.close()
+        for part in (other, board, b, a):
+            await part.close()
+
+    uvloop.run(main())
+
+
+def test_a_banned_peer_is_answered_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        b = await p2p.start(tmp_path / "b", host_addresses=p2p.LOOPBACK)
+        monkeypatch.setenv("FUSION_HOME", str(tmp_path / "home"))
+        (tmp_path / "home").mkdir()
+        (tmp_path / "home" / "banned").write_text(f"# noisy\n{b.peer_id}\n198.51.100.0/24\n")
+        a = await p2p.start(tmp_path / "a", host_addresses=p2p.LOOPBACK)
+        await a.serve("/fusion/1/echo", echo)
+        board = await Board.start(a)
+        await b.connect(a.peer_id, await a.addresses())
+        assert await asks(b, a.peer_id) == b""
+        other = await Board.start(b)
+        assert await other._node.protocol.call_ping(next(iter(await _peer_ids(b)))) is None
+        for part in (other, board, b, a):
+            await part.close()
+
+    async def _peer_ids(transport: p2p.P2PTransport) -> list[object]:
+        from dht._hivemind import node_parts
+        from dht.identity import peer_id_bytes
+
+        return [node_parts().PeerID(peer_id_bytes(p)) for p in await transport.connected()]
+
+    uvloop.run(main())
+
+
+def test_a_peer_that_opens_too_many_streams_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        a = await p2p.start(tmp_path / "a", host_addresses=p2p.LOOPBACK)
+        b = await p2p.start(tmp_path / "b", host_addresses=p2p.LOOPBACK, bootstrap=await a.addresses())
+        served = 0
+
+        async def hold(stream: Stream) -> None:
+            nonlocal served
+            served += 1
+            stream.writer.write(b"ok")
+            await stream.reader.read(1)
+
+        await a.serve("/fusion/1/hold", hold)
+        a.door._per_peer[b.peer_id] = 509  # as many as are open
+        streams, refused = [], 0
+        for _ in range(6):
+            stream = await b.open_stream(a.peer_id, "/fusion/1/hold")
+            async with asyncio.timeout(10):
+                refused += not await stream.reader.read(2)
+            streams.append(stream)
+        assert (served, refused) == (3, 3)
+        for stream in streams:
+            stream.writer.close()
+        await b.close()
+        await a.close()
+
+    uvloop.run(main())

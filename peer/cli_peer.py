@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from peer.daemon import JoinOptions, Ready
     from peer.local_control import PeerStatus
+    from peer.preflight import Finding
 
 EXIT_CODES = """\
 exit codes:
@@ -24,6 +25,9 @@ Offers this machine to a swarm until Ctrl-C, SIGTERM or `fusion-peer leave`. Wit
 prints what others paste. Default policy: runs of any owner, at any hour, within the caps; data, labels and weights of
 the runs pass through this machine, code does not.
 """
+
+
+_KEY_HELP = "key of a private swarm: 64 hex digits or a file of them (default: $FUSION_SWARM_KEY, else public)"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,6 +49,27 @@ def parser() -> argparse.ArgumentParser:
     ):
         sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         _add_common(sub)
+    purge = commands.add_parser(
+        "purge",
+        help="remove the data held for others",
+        description="Removes snapshots and other data held for runs of others; the identity stays. No peer may run.",
+    )
+    _add_common(purge)
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine and its network without joining",
+        description="Checks device, memory, disk, clock, ports and reachability as another peer tries it, and says what "
+        "mends each failure. Exit code 1 if something is to be mended.",
+    )
+    _add_common(doctor)
+    doctor.add_argument(
+        "addresses", nargs="*", metavar="ADDR", help="peers of the swarm to check against (default: the last one)"
+    )
+    doctor.add_argument("--listen", action="append", metavar="ADDR", help="where to listen (default: any free port)")
+    doctor.add_argument("--memory", type=_size, metavar="SIZE", help="what join would be told (default: 80%% of free)")
+    doctor.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda:0 (default: auto)")
+    doctor.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: all cores)")
+    doctor.add_argument("--swarm-key", metavar="KEY", help=_KEY_HELP)
     bench = commands.add_parser(
         "bench", help="measure this machine's device", description="Measures what `join` would tell the swarm."
     )
@@ -81,6 +106,14 @@ def _add_join(sub: argparse.ArgumentParser) -> None:
     add("--upload-mbps", type=_rate, metavar="MBPS", help="upload cap in megabits per second (default: none)")
     add("--hours", default="", metavar="SPAN", help="local time in which to compute, 22:00-07:00 (default: always)")
     add("--runs", nargs="+", default=[], metavar="OWNER", help="accept only runs of these owners' keys (default: any)")
+    add("--swarm-key", metavar="KEY", help=_KEY_HELP)
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="settings from a TOML file, one line an option: memory = '6GiB' (default: peer.toml in the state folder)",
+    )
+    add("--no-preflight", action="store_true", help="say nothing about ports and reachability (default: say it)")
     add("--name", default="", help="a name for this peer in its own status (default: the host's)")
     add("--ready-fd", type=int, metavar="N", help="write JSON lines to this descriptor when joined (default: none)")
     add("--beat-s", type=_seconds, default=2.0, metavar="S", help="heartbeat on streams (default: 2 s)")
@@ -213,7 +246,13 @@ async def _run_daemon(options: argparse.Namespace, join: JoinOptions) -> None:
         if not options.json:
             print(_ready_text(ready, join), flush=True)
 
-    daemon = Daemon(join, on_ready)
+    def on_findings(findings: list[Finding]) -> None:
+        if not options.json and not options.no_preflight:
+            from peer.preflight import lines
+
+            print("\n".join(lines(findings)), flush=True)
+
+    daemon = Daemon(join, on_ready, on_findings)
     task = asyncio.ensure_future(daemon.run())
     signals = 0
 
@@ -258,9 +297,11 @@ def _ready_text(ready: Ready, join: JoinOptions) -> str:
 
 
 def invite_line(addresses: tuple[str, ...]) -> str:
-    """What others paste: every address that is not this host's own loopback, or that one if there is no other."""
+    """What others paste: every address that is not this host's own loopback, or that one if there is no other; and the
+    key of a private swarm."""
+    key = os.environ.get("FUSION_SWARM_KEY", "")
     outside = [a for a in addresses if "/127." not in a and "/::1/" not in a and "/quic" not in a]
-    return f"  fusion-peer join {' '.join(outside[:4] or addresses[:1])}"
+    return f"  fusion-peer join {' '.join(outside[:4] or addresses[:1])}" + (f" --swarm-key {key}" if key else "")
 
 
 # --- the running peer
@@ -298,6 +339,28 @@ def _status_text(status: PeerStatus) -> str:
         sent = f"tick {s.tick}, {s.bytes_sent / 1e6:.1f} MB sent{waits}"
         lines.append(f"  stage {s.stage} of {s.name} (owner {s.owner[:16]}): {sent}")
     return "\n".join(lines)
+
+
+def _purge() -> int:
+    import shutil
+
+    from dht.home import home
+    from peer.errors import ControlError
+    from peer.local_control import ask
+
+    folder = home()
+    try:
+        ask(folder, "status")
+    except ControlError:
+        pass
+    else:
+        raise ControlError("a peer is running with this state folder; end it first: fusion-peer leave")
+    freed = 0
+    for path in (folder / "blobs", folder / "runs"):
+        freed += sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else 0
+        shutil.rmtree(path, ignore_errors=True)
+    print(f"removed {freed / 2**20:.1f} MiB held for others; {folder / 'identity'} is kept")
+    return 0
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from dht.fencing import Fencing
 from dht.home import remember_swarm
 from dht.node import Board
 from dht.p2p import P2PTransport
+from peer import preflight
 from peer.blobs import BlobStore, serve_blobs
 from peer.channel_io import ChannelSettings
 from peer.daemon_session import ControlServer
@@ -27,6 +28,7 @@ from peer.executor_process import ExecutorProcess
 from peer.executor_protocol import Start
 from peer.local_control import Command, DeviceView, LocalControl, PeerStatus, StageView
 from peer.policy import LEASE_S, Policy, within_hours
+from peer.preflight import Finding
 from peer.protocol import CONTROL
 from peer.ratelimit import Limiter
 from peer.volunteer import Volunteer, minute_of_day
@@ -72,8 +74,13 @@ class Daemon:
 
     _volunteer: Volunteer
 
-    def __init__(self, options: JoinOptions, on_ready: Callable[[Ready], None]) -> None:
-        self._options, self._on_ready = options, on_ready
+    def __init__(
+        self,
+        options: JoinOptions,
+        on_ready: Callable[[Ready], None],
+        on_findings: Callable[[list[Finding]], None] = lambda findings: None,
+    ) -> None:
+        self._options, self._on_ready, self._on_findings = options, on_ready, on_findings
         self._leaving = asyncio.Event()
         self.joined = False
         self._started = time.monotonic()
@@ -82,6 +89,7 @@ class Daemon:
         self._addresses: tuple[str, ...] = ()
         self._seen_peers: int | None = None
         self._fencing: Fencing | None = None
+        self._reach: Literal["", "direct", "relay", "none"] = ""
 
     def leave(self) -> None:
         self._leaving.set()
@@ -97,6 +105,8 @@ class Daemon:
             self._addresses = await transport.addresses()
             board = await Board.start(transport)
             try:
+                if o.bootstrap:
+                    await preflight.refuse_second_host(board, transport, o.home / "identity")
                 await self._serve(transport, board)
             finally:
                 await board.close()
@@ -129,12 +139,26 @@ class Daemon:
         runs = [asyncio.create_task(e.run(), name=f"executor {n}") for n, e in executors.items()]
         rounds = asyncio.create_task(self._rounds(board), name="rounds")
         leaving = asyncio.create_task(self._until_leaving(), name="leaving")
+        look = asyncio.create_task(self._preflight(transport, board), name="preflight")
         try:
             done, _ = await asyncio.wait({leaving, rounds, *runs}, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {leaving}:
                 task.result()  # a defect: the daemon must not live on without one of its parts
         finally:
-            await self._wind_up([leaving, rounds, *runs], local, board)
+            await self._wind_up([leaving, rounds, look, *runs], local, board)
+
+    async def _preflight(self, transport: P2PTransport, board: Board) -> None:
+        """How the swarm sees this peer: told once, and published."""
+        if self._fencing is None:
+            return
+        found = preflight.host_findings(self._options.home, memory_bytes=self._options.memory_bytes)
+        try:
+            found += await preflight.network_findings(transport, board, self._fencing)
+        except DhtError as error:
+            found.append(Finding(name="swarm", ok=False, text=str(error)))
+        self._reach = preflight.reach_word(found)
+        self._publish(board)
+        self._on_findings(found)
 
     async def _wind_up(self, tasks: list[asyncio.Task[None]], local: LocalControl, board: Board) -> None:
         """Tell trainers and the board, end the executors; bounded, whatever others do."""
@@ -214,7 +238,7 @@ class Daemon:
         work = tuple(records.Work(run, stage) for run, stage in sorted(v.stages))[:16]
         return records.PeerRecord(
             peer=v.peer_id, version=_version(), devices=tuple(found), addresses=self._addresses[:8],
-            hours=v.policy.hours, state=self._state(), work=work,
+            hours=v.policy.hours, state=self._state(), work=work, reach=self._reach,
         )  # fmt: skip
 
     def _publish(self, board: Board) -> None:

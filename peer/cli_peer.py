@@ -58,8 +58,8 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
         help="check this machine and its network without joining",
-        description="Checks device, memory, disk, clock, ports and reachability as another peer tries it, and says what "
-        "mends each failure. Exit code 1 if something is to be mended.",
+        description="Checks device, memory, disk, clock, ports and reachability as another peer tries it, and says "
+        "what mends each failure. Exit code 1 if something is to be mended.",
     )
     _add_common(doctor)
     doctor.add_argument(
@@ -160,7 +160,8 @@ def _size(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    options = parser().parse_args(argv)
+    top = parser()
+    options = top.parse_args(argv)
     if getattr(options, "home", None) is not None:
         os.environ["FUSION_HOME"] = str(options.home.expanduser().absolute())
     from dht.errors import DhtError, SwarmUnreachable
@@ -168,7 +169,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         if options.command == "join":
+            from peer.peer_settings import apply_settings
+
+            options = apply_settings(top, options, argv)
+        if getattr(options, "swarm_key", None):
+            from dht.door import parse_swarm_key
+
+            os.environ["FUSION_SWARM_KEY"] = parse_swarm_key(options.swarm_key).hex()
+        if options.command == "join":
             return _join(options)
+        if options.command == "doctor":
+            from peer import cli_doctor
+
+            return cli_doctor.run(options)
+        if options.command == "purge":
+            return _purge()
         if options.command == "bench":
             return _bench(options)
         return _ask(options)

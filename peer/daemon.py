@@ -103,10 +103,11 @@ class Daemon:
         transport = await p2p.start(o.home / "identity", host_addresses=o.listen, bootstrap=o.bootstrap)
         try:
             self._addresses = await transport.addresses()
+            await preflight.refuse_second_host(transport, None, o.home / "identity")
             board = await Board.start(transport)
             try:
                 if o.bootstrap:
-                    await preflight.refuse_second_host(board, transport, o.home / "identity")
+                    await preflight.refuse_second_host(transport, board, o.home / "identity")
                 await self._serve(transport, board)
             finally:
                 await board.close()

@@ -56,14 +56,10 @@ def host_findings(home: Path, *, memory_bytes: int) -> list[Finding]:
     """Memory, disk, identity, WSL2."""
     out = []
     free = devices.available_memory_bytes()
-    enough = min(free, memory_bytes) >= LEAST_MEMORY_BYTES
-    out.append(
-        Finding(
-            name="memory", ok=enough and memory_bytes <= free,
-            text=f"{free / 2**30:.1f} GiB free, stages may take {memory_bytes / 2**30:.1f} GiB",
-            fix="" if enough and memory_bytes <= free else f"--memory {max(0.5, 0.8 * free / 2**30):.1f}GiB, or close other programs",
-        )
-    )  # fmt: skip
+    enough = LEAST_MEMORY_BYTES <= memory_bytes <= free
+    fix = f"--memory {max(0.5, 0.8 * free / 2**30):.1f}GiB, or close other programs"
+    text = f"{free / 2**30:.1f} GiB free, stages may take {memory_bytes / 2**30:.1f} GiB"
+    out.append(Finding(name="memory", ok=enough, text=text, fix="" if enough else fix))
     disk = shutil.disk_usage(home).free
     roomy = disk >= LEAST_DISK_BYTES
     out.append(
@@ -253,20 +249,25 @@ def reach_word(findings: Iterable[Finding]) -> Literal["", "direct", "relay", "n
 # --- the same key on two hosts
 
 
-async def refuse_second_host(board: Board, transport: P2PTransport, identity_path: Path) -> None:
-    """InputError, which names the file, if a peer with this very identity is alive at another address."""
+async def refuse_second_host(transport: P2PTransport, board: Board | None, identity_path: Path) -> None:
+    """InputError, which names the file, if a peer with this very identity is alive at another address.
+
+    It may be one of the bootstrap addresses (`board` None: before joining, when nobody else may be there) or have its
+    record on the board.
+    """
     own = {addresses.parse_swarm_address(a).transport for a in await transport.addresses()}
-    try:
-        records = [r for r in await board.peers(timeout_s=5.0) if r.peer == transport.peer_id]
-    except DhtError:
-        return
-    for record in records:
-        for text in record.addresses:
-            ip, port = addresses.ip_of(text), addresses.tcp_port(text)
-            if not ip or not port or text.partition("/p2p/")[0] in own or "/p2p-circuit" in text:
-                continue
-            if await dial(ip, port, timeout_s=2.0) == "open":
-                raise InputError(
-                    f"the identity {identity_path} is used by another running peer, at {ip} port {port}: one key, one "
-                    f"host; move {identity_path} away here to get a new one"
-                )
+    found = [a for a in transport.bootstrap if a.endswith(f"/p2p/{transport.peer_id}")]
+    if board is not None:
+        try:
+            found = [a for r in await board.peers(timeout_s=5.0) if r.peer == transport.peer_id for a in r.addresses]
+        except DhtError:
+            return
+    for text in dict.fromkeys(found):
+        ip, port = addresses.ip_of(text), addresses.tcp_port(text)
+        if not ip or not port or text.partition("/p2p/")[0] in own or "/p2p-circuit" in text:
+            continue
+        if await dial(ip, port, timeout_s=2.0) == "open":
+            raise InputError(
+                f"the identity {identity_path} is used by another running peer, at {ip} port {port}: one key, one "
+                f"host; move {identity_path} away here to get a new one"
+            )

@@ -27,6 +27,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dht.home import home, last_swarm
+from fusion_p2p.adatopk import ladder_of
 from fusion_p2p.capture import Loss, capture, feed
 from fusion_p2p.errors import InputError
 from fusion_p2p.ir import OpDag
@@ -87,7 +88,10 @@ class Run:
     loss: function of (output, batch), None takes `output.loss`. optimizer: `fusion_p2p.AdamW` / `SGD`, or a fresh
     `torch.optim.AdamW` / `SGD`. The global batch is micro_batches x micro_batch_size samples.
     swarm: a LocalSwarm, an address, a list of them; None: $FUSION_SWARM, then the last swarm joined.
-    stages: None lets the planner choose. numerics: "pinned" keeps the first plan's numerics to the end.
+    stages: None lets the planner choose; each volunteer of a LocalSwarm gets one. compression: "adatopk" compresses
+    links that would hold the pipeline up, and only as far as needed; "none"; "adatopk-paper" and "topk:100" are the
+    published rules; a codec's name ("int8", "rotated:4/2", ...) holds for every cut.
+    numerics: "pinned" keeps the first plan's numerics to the end.
     allow_peers: only these peer ids see the run. compute: this machine hosts stages too, where `swarm` is an address.
     save_every: steps between complete sets in run_dir (None: a temporary folder). recover_s: how long a lost stage may
     wait for a new host before the run pauses. on: sinks that hear every happening, on the run's own thread.
@@ -110,6 +114,7 @@ class Run:
         stages: int | None = None,
         seed: int = 0,
         run_dir: str | os.PathLike[str] | None = None,
+        compression: str = "adatopk",
         numerics: str = "pinned",
         dtype: str = "float32",
         threads: int = 1,
@@ -125,6 +130,8 @@ class Run:
         for what, value in (("micro_batches", micro_batches), ("micro_batch_size", micro_batch_size)):
             if value < 1:
                 raise InputError(f"{what} = {value} must be at least 1")
+        ladder_of(compression)  # says so now if it is no codec
+        self._compression = compression
         self._model, self._data, self._loss = model, data, loss
         self._name, self._description, self._seed = name, description, seed
         self._optimizer = _optimizer(optimizer, model, clip_norm)
@@ -234,6 +241,8 @@ class Run:
             options=TrainerOptions(
                 numerics=self._numerics,
                 stages=self._stages,
+                every_device=local,
+                compression=self._compression,
                 peers=self._swarm.peers if isinstance(self._swarm, LocalSwarm) else 1,
                 recover_s=self._recover_s,
                 mark_interval=self._save_every,

@@ -125,6 +125,15 @@ class NumericsSection(Section, frozen=True):
     """What changes bits: fixed when the run is created, recorded in its numeric log."""
 
     stages: Annotated[int, Meta(description="stages to cut the model into; 0: as the planner finds best", ge=0)] = 0
+    compression: Annotated[
+        str,
+        Meta(
+            description='of what crosses links. "adatopk": only links that would hold the pipeline up, only as far as '
+            'needed; "none"; "adatopk-paper" and "topk:100": the published rules; or one codec for all cuts, such as '
+            '"int8", "rotated:4/2", "transform:2/1" (fusion-run codecs FILE.toml measures them)',
+            pattern=r"^[a-z0-9-]{1,24}(:[0-9./-]{1,24}|:bf16)?$",
+        ),
+    ] = "adatopk"
     dtype: Annotated[
         Literal["float32", "bfloat16"], Meta(description="compute type; bfloat16 is for GPUs, weights stay float32")
     ] = "float32"

@@ -200,6 +200,7 @@ class _Session:
             micro_batches=c.batch.micro_batches,
             micro_batch_size=c.batch.micro_batch_size,
             stages=c.numerics.stages or None,
+            compression=c.numerics.compression,
             seed=c.run.seed,
             run_dir=self._folder,
             dtype=c.numerics.dtype,

@@ -15,7 +15,10 @@ import pytest
 import torch
 
 import fusion_p2p
+from fusion_p2p.capture import capture
 from fusion_p2p.errors import InputError
+from fusion_p2p.pipeline import LocalPipeline
+from fusion_p2p.plan import LinkCodec, Plan
 from peer.api import LocalSwarm, Run, RunPaused
 from tests.cluster import plain
 
@@ -84,6 +87,45 @@ def test_the_same_run_twice_gives_the_same_bits(swarm: LocalSwarm) -> None:
     assert runs[0][2] == runs[1][2]
     other = train(swarm, plain.gpt2(dropout=0.1), batches, steps=8, stages=2, seed=4)
     assert other[2] != runs[0][2]  # another seed draws other masks
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("compression", "least"), [("int8", 3.5), ("rotated:4/2", 5.0)])
+def test_a_codec_sends_less_and_the_same_bits_each_time(swarm: LocalSwarm, compression: str, least: float) -> None:
+    """Each run equals the pipeline in one process with the same codec; `least`: dense bytes over its bytes."""
+    batches = plain.token_batches(6, MICRO_BATCHES * SIZE)
+
+    def run(compression: str) -> tuple[list[float], dict[str, Any], Plan]:
+        options: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "micro_batch_size": SIZE, "save_every": 0}
+        with Run(
+            plain.gpt2(), data=batches, swarm=swarm, stages=2, optimizer=ADAMW, compression=compression, **options
+        ) as run:
+            losses = [s.loss for s in run.steps(6)]
+            return losses, run.report(), run.plan()
+
+    (losses, report, plan), again = run(compression), run(compression)
+    assert plan.numerics.codecs == (LinkCodec(0, 1, compression),)
+    assert any(r.startswith(f"link 0-1: {compression}") for r in plan.reasons)
+    assert again[0] == losses and again[1]["weights_blake2b"] == report["weights_blake2b"]
+    model = plain.gpt2()
+    captured = capture(model, {k: v[:SIZE] for k, v in batches[0].items()})
+    local = LocalPipeline(
+        captured,
+        optimizer=ADAMW,
+        micro_batches=MICRO_BATCHES,
+        micro_batch_size=SIZE,
+        cuts=plan.numerics.cuts,
+        codecs=plan.numerics.codecs,
+    )
+    assert [local.train_step(b) for b in batches] == losses
+    assert local.weights_blake2b() == report["weights_blake2b"]
+    dense = run("adatopk")
+    assert dense[2].numerics.codecs == ()  # on loopback no link holds anything up
+    assert dense[1]["weights_blake2b"] != report["weights_blake2b"]
+    frames = 4 * batches[0]["input_ids"].numel() * 32 * 6  # float32 at width 32; tied weights and norms are sent too
+    for link in ("0-1", "1-0"):
+        saved = dense[1]["bytes_sent"][link] - report["bytes_sent"][link]
+        assert saved > (1 - 1 / least) * frames, (link, saved / frames)
 
 
 @pytest.mark.timeout(240)

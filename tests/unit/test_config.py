@@ -38,6 +38,7 @@ def refusal(text: str) -> str:
         ("[optimizer]\nlr = nan", "optimizer.lr = nan: give a finite number"),
         ("[optimizer]\nclip_norm = inf", "optimizer.clip_norm = inf: give a finite number"),
         ('[numerics]\ndtype = "int4"', "numerics.dtype = 'int4': invalid enum value 'int4'"),
+        ('[numerics]\ncompression = "zip it"', "numerics.compression = 'zip it'"),
         ("[model.resnet]\ndepths = [2, 0]", "model.resnet.depths[1] = 0: expected `int` >= 1"),
         ("run = {", "run.toml: not valid TOML"),
         ("", "set exactly one of model.family, model.hf and model.function"),

@@ -215,7 +215,18 @@ _NUMPY = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "complex64": "<f
 # Arguments that kernels divide by, loop over or allocate for: at least 1 and never large.
 _POSITIVE = frozenset(
     (
-        *("kernel_size", "stride", "dilation", "groups", "num_groups", "split_size", "step", "steps", "num_classes"),
+        *(
+            "layers",
+            "kernel_size",
+            "stride",
+            "dilation",
+            "groups",
+            "num_groups",
+            "split_size",
+            "step",
+            "steps",
+            "num_classes",
+        ),
         *("upscale_factor", "downscale_factor", "output_size", "normalized_shape", "divisor_override"),
     )
 )
@@ -246,10 +257,24 @@ def _check_arguments(dag: OpDag) -> None:
                     raise AdmissionError(
                         f"node {index} ({node.op}): indices must be integers, not {dag.values[vid].dtype}"
                     )
+        if OPS[node.op].cost == "rnn":
+            _check_rnn(index, node)
         for batch in (1, 2):
             results = result_count(node, dag.values, batch)
             if results is not None and results != len(node.outs):
                 raise AdmissionError(f"node {index} ({node.op}) gives {results} results, declared {len(node.outs)}")
+
+
+def _check_rnn(index: int, node: Node) -> None:
+    """As many weights as the layers have; PyTorch counts on it."""
+    inputs, states, weights, biases, layers, both, _ = node.args
+    if isinstance(weights, ListArg) and isinstance(inputs, ListArg) and isinstance(states, ListArg):
+        per_layer = (4 if biases else 2) * (2 if both else 1)
+        count = 2 if node.op == "fusion.lstm" else 1
+        fits = isinstance(layers, int) and layers > 0 and len(weights.items) == layers * per_layer
+        if fits and len(inputs.items) == 1 and len(states.items) == count:
+            return
+    raise AdmissionError(f"node {index} ({node.op}): its weights or states do not fit its layers")
 
 
 def _check_costs(dag: OpDag, caps: Caps) -> None:

@@ -84,6 +84,12 @@ def _sdpa(s: _Shapes) -> int:
     return scores * (2 * q[-1] + 2 * v[-1] + 10)
 
 
+def _rnn(s: _Shapes) -> int:
+    """2 * (samples * time) * (elements of all weights), and the gates; arguments are input, states, weights."""
+    steps = math.prod(s.ins[0][:-1])
+    return 2 * steps * sum(math.prod(w) for w in s.ins[2:] if len(w) == 2) + 40 * s.n_out
+
+
 def _sort(s: _Shapes) -> int:
     n = math.prod(s.ins[0])
     return 4 * n * max(1, math.ceil(math.log2(max(n, 2))))
@@ -121,6 +127,7 @@ FORMULAS: Mapping[str, Callable[[_Shapes], int]] = {
     "conv_any": _conv_any,
     "sdpa": _sdpa,
     "matexp": lambda s: 40 * s.n_out * (s.ins[0][-1] if s.ins[0] else 1),
+    "rnn": _rnn,
     "sort": _sort,
     "fft": _fft,
 }
@@ -172,6 +179,8 @@ def workspace_bytes(node: Node, specs: Sequence[ValueSpec], batch: int) -> int:
         return math.prod(s.ins[1][1:]) * max(1, positions) * item + s.n_in * item
     if op.cost in ("matmul", "linear", "addmm"):
         return (s.n_in + s.n_out + _broadcast(s)) * item
+    if op.cost == "rnn":  # gates of every step
+        return 2 * _rnn(s) // max(1, s.ins[0][-1]) * item
     if op.cost in ("sort", "seeded", "fft"):
         return 3 * (s.n_in + s.n_out) * 8
     return (s.n_in + s.n_out) * item

@@ -116,7 +116,7 @@ BY_MODE = "fusion.by_mode"  # (value in training, value in eval)
 _MANY = words(
     "aten.split.Tensor aten.split_with_sizes aten.unbind.int aten.broadcast_tensors aten.max.dim aten.min.dim "
     "aten.cummax aten.cummin aten.topk aten.sort aten.max_pool2d_with_indices aten.adaptive_max_pool2d "
-    "aten.var_mean.correction fusion.batch_norm"
+    "aten.var_mean.correction fusion.batch_norm fusion.gru fusion.lstm fusion.rnn_relu fusion.rnn_tanh"
 )
 
 

@@ -212,6 +212,24 @@ def scalar_tensor(ctx: Ctx, value: float, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((), value, dtype=dtype, device=ctx.device)
 
 
+def _recurrent(kernel: Any, pair: bool) -> Callable[..., Any]:
+    def run(
+        ctx: Ctx,
+        x: Sequence[torch.Tensor],
+        state: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        biases: bool,
+        layers: int,
+        both: bool,
+        first: bool,
+    ) -> Any:
+        """PyTorch's recurrent layers without dropout: (output, last state...); `first`: samples are dimension 0."""
+        hx = list(state) if pair else state[0]
+        return kernel(x[0], hx, list(weights), biases, layers, 0.0, ctx.training, both, first)
+
+    return run
+
+
 def by_mode(*values: torch.Tensor) -> torch.Tensor:
     """(value in training, value in eval); the interpreter passes only the one that its mode takes."""
     return values[0]
@@ -234,6 +252,10 @@ OWN: Mapping[str, Callable[..., Any]] = {
     "fusion.dropout": dropout,
     "fusion.feature_alpha_dropout": feature_alpha_dropout,
     "fusion.feature_dropout": feature_dropout,
+    "fusion.gru": _recurrent(torch.ops.aten.gru.input, False),
+    "fusion.lstm": _recurrent(torch.ops.aten.lstm.input, True),
+    "fusion.rnn_relu": _recurrent(torch.ops.aten.rnn_relu.input, False),
+    "fusion.rnn_tanh": _recurrent(torch.ops.aten.rnn_tanh.input, False),
     "fusion.rand": rand,
     "fusion.randint": randint,
     "fusion.randn": randn,

@@ -306,6 +306,10 @@ fusion.detach(x:T) view
 fusion.dropout(x:T, p:F) seeded
 fusion.feature_alpha_dropout(x:T, p:F) seeded
 fusion.feature_dropout(x:T, p:F) seeded
+fusion.gru(x:T*, state:T*, weights:T*, biases:B, layers:I, both:B, first:B) rnn
+fusion.lstm(x:T*, state:T*, weights:T*, biases:B, layers:I, both:B, first:B) rnn
+fusion.rnn_relu(x:T*, state:T*, weights:T*, biases:B, layers:I, both:B, first:B) rnn
+fusion.rnn_tanh(x:T*, state:T*, weights:T*, biases:B, layers:I, both:B, first:B) rnn
 fusion.rand(size:I*, dtype:D) seeded
 fusion.randint(low:I, high:I, size:I*, dtype:D) seeded
 fusion.randn(size:I*, dtype:D) seeded

@@ -113,38 +113,6 @@ def rewrite(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-_RNNS: dict[Any, bool] = {  # operator -> whether its state is a pair
-    torch.ops.aten.lstm.input: True,
-    torch.ops.aten.gru.input: False,
-    torch.ops.aten.rnn_tanh.input: False,
-    torch.ops.aten.rnn_relu.input: False,
-}
-
-
-def _layered(op: Any, pair: bool, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Decompose a recurrent network of several layers layer by layer, with our dropout between.
-
-    PyTorch's own decomposition forgets the dropout. Its kernel draws the masks on (time, sample, feature).
-    """
-
-    def rule(x: Any, hx: Any, params: Any, bias: bool, layers: int, p: float, train: bool, both: bool, bf: bool) -> Any:
-        if p == 0.0 or not train or layers == 1:
-            return plain(x, hx, params, bias, layers, 0.0, train, both, bf)
-        per, directions = len(params) // layers, 2 if both else 1
-        x = x.transpose(0, 1) if bf else x
-        states = []
-        for i in range(layers):
-            part = slice(i * directions, (i + 1) * directions)
-            state = [h[part] for h in hx] if pair else hx[part]
-            x, *new = op(x, state, params[i * per : (i + 1) * per], bias, 1, 0.0, train, both, False)
-            states.append(new)
-            if i < layers - 1:
-                x = torch.ops.fusion_p2p.dropout.default(x, float(p))
-        return x.transpose(0, 1) if bf else x, *(torch.cat(s) for s in zip(*states, strict=True))
-
-    return rule
-
-
 def decompose(program: ExportedProgram) -> ExportedProgram:
     """Functional form, decomposing only operators that the opset lacks, until none of them can be taken apart."""
     program = program.run_decompositions({})
@@ -156,9 +124,7 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
             if op in tried or not isinstance(op, torch._ops.OpOverload):
                 continue
             tried.add(op)
-            if op in _RNNS:
-                table[op] = _layered(op, _RNNS[op], core[op])
-            elif op in core:
+            if op in core:
                 table[op] = core[op]
             elif op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
                 table[op] = op.decompose

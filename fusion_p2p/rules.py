@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fusion_p2p.errors import CaptureError
-from fusion_p2p.ir import Ref, Scalar
+from fusion_p2p.ir import ListArg, Ref, Scalar
 from fusion_p2p.opset import OPS
 
 if TYPE_CHECKING:
@@ -134,6 +134,53 @@ def _index_put(low: Lowering, node: fx.Node) -> Any:
     return low.emit("aten.masked_fill.Tensor", (x, wide, value), out)
 
 
+def _rnn(op: str, kernel: Any, pair: bool) -> Rule:
+    """A recurrent network; with dropout layer by layer, ours between (PyTorch's draws on (time, sample, feature)).
+
+    `pair`: the state is (h, c). Both modes are spelled alike, so that they share their nodes.
+    """
+
+    def rule(low: Lowering, node: fx.Node) -> Any:
+        given: Any = node.args
+        x, hx, params, biases, layers, p, train, both, first = given
+        states: Any = list(hx) if pair else [hx]
+        if len(params) != layers * (4 if biases else 2) * (2 if both else 1):
+            raise CaptureError(f"{low.here()}: proj_size is not supported; put a linear layer after the LSTM")
+        if p == 0.0 or layers == 1:
+            return low.emit(op, ([x], states, list(params), biases, layers, both, first), _val(node))
+        per, sides = len(params) // layers, 2 if both else 1
+        value: Any = _val(x)
+        vid = low.env[x]
+        if first:
+            value = value.transpose(0, 1)
+            vid = low.emit("aten.transpose.int", (Ref(vid), 0, 1), value)
+        ends: list[list[tuple[int, Any]]] = []
+        for k in range(layers):
+            weights = list(params)[k * per : (k + 1) * per]
+            part = [_val(s)[k * sides : (k + 1) * sides] for s in states]
+            cut = [
+                Ref(low.emit("aten.slice.Tensor", (s, 0, k * sides, (k + 1) * sides, 1), v))
+                for s, v in zip(states, part, strict=True)
+            ]
+            out = kernel(
+                value, part if pair else part[0], [_val(w) for w in weights], biases, 1, 0.0, train, both, False
+            )
+            ids = low.emit(op, (ListArg((Ref(vid),)), ListArg(tuple(cut)), weights, biases, 1, both, False), out)
+            vid, value = ids[0], out[0]
+            ends.append(list(zip(ids[1:], out[1:], strict=True)))
+            if train and k < layers - 1:
+                vid = low.emit("fusion.dropout", (Ref(vid), p), value)
+        if first:
+            vid = low.emit("aten.transpose.int", (Ref(vid), 0, 1), _val(node)[0])
+        last = [
+            low.emit("aten.cat", (ListArg(tuple(Ref(i) for i, _ in column)), 0), _val(node)[1 + n])
+            for n, column in enumerate(zip(*ends, strict=True))
+        ]
+        return [vid, *last]
+
+    return rule
+
+
 def _batch_norm(low: Lowering, node: fx.Node) -> Any:
     x, weight, bias, mean, var, training, momentum, eps = node.args
     out = _val(node)
@@ -223,6 +270,10 @@ RULES: dict[str, Rule] = {
     **{f"aten.{n}": _full(0) for n in ("new_empty", "empty_strided", "new_empty_strided", "empty_permuted")},
     **{f"aten.{n}": _full(1) for n in ("ones", "ones_like", "new_ones")},
     **{f"aten.{n}": _full(None) for n in ("full", "full_like", "new_full", "fill.Scalar")},
+    "aten.lstm.input": _rnn("fusion.lstm", torch.ops.aten.lstm.input, True),
+    "aten.gru.input": _rnn("fusion.gru", torch.ops.aten.gru.input, False),
+    "aten.rnn_tanh.input": _rnn("fusion.rnn_tanh", torch.ops.aten.rnn_tanh.input, False),
+    "aten.rnn_relu.input": _rnn("fusion.rnn_relu", torch.ops.aten.rnn_relu.input, False),
     "aten.index_put": _index_put,
     "aten.slice.Tensor": _slice("aten.slice.Tensor", 1),
     "aten.slice_scatter": _slice("aten.slice_scatter", 2),

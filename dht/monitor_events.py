@@ -65,9 +65,10 @@ def _run_changes(old: RunInfo | None, new: RunInfo, now: float) -> list[EventInf
         reason = f": {new.reason}" if new.reason else ""
         kind = "fault" if new.state in ("failed", "silent") else "run"
         out.append(event(kind, f"run {new.name}: {old.state}, now {new.state}{reason}"))
-    if old.plan != new.plan:
-        moved = ", ".join(_moves(old, new)) or "the same hosts"
-        out.append(event("plan", f"run {new.name}: plan {old.plan} to {new.plan}; {moved}"))
+    # A run's head and the record of its hosts are stored apart: the new plan's number may be read before its hosts.
+    told = ([f"plan {old.plan} to {new.plan}"] if old.plan != new.plan else []) + list(_moves(old, new))
+    if told:
+        out.append(event("plan", f"run {new.name}: {', '.join(told)}"))
     if new.step < old.step and new.plan == old.plan:
         out.append(event("fault", f"run {new.name} went back from step {old.step} to {new.step}"))
     return out

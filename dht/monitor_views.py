@@ -211,9 +211,6 @@ def peer_info(record: PeerRecord, now: float, runs: Mapping[str, RunView], leads
         Hosting(w.run, clean(runs[w.run].run.name) if w.run in runs else "", w.stage, _confirmed(record.peer, w, runs))
         for w in record.work
     )
-    false = [h for h in hosts if h.run in runs and not h.confirmed]
-    if false:
-        wary.warnings.append(f"claims work in {len(false)} place(s) that the run's owner does not name")
     return PeerInfo(
         peer=record.peer, version=wary.text("its version", record.version, 64), state=state,
         fence=None if record.fence == NO_FENCE else clean(record.fence), leads=leads,

@@ -41,6 +41,7 @@ class Swarm:
     hosts: list[int] = field(default_factory=list)  # peer number by stage
     run: RunRecord | None = None
     events: list[Event] = field(default_factory=list)
+    led_at: float = 0.0
 
     def now(self) -> float:
         return self.board.clock.now()
@@ -69,7 +70,8 @@ class Swarm:
         self.board.publish(record, Signer(me))
 
     def add_fences(self) -> None:
-        """The lowest-numbered member of each fence leads it."""
+        """The lowest-numbered member of each fence leads it. A lease is to be renewed."""
+        self.led_at = self.now()
         ids = sorted({r.fence for r in self.published.values()} - {records.NO_FENCE})
         for k, fence in enumerate(ids):
             members = [n for n, r in self.published.items() if r.fence == fence]
@@ -116,6 +118,8 @@ class Swarm:
         assert self.run is not None
         self.step += steps
         run = self.run
+        if self.led_at and self.now() - self.led_at > 10:
+            self.add_fences()
         head = RunRecord(
             **{n: getattr(run, n) for n in run.__struct_fields__}
             | {

@@ -54,7 +54,7 @@ export class Curves {
       legend: { show: false },
       cursor: { drag: { x: true, y: false }, points: { size: 7 }, sync: { key: "run" } },
       scales: { x: { time: true } },
-      axes: [{ ...axis, space: 70 }, { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => short(v, name)) }],
+      axes: [{ ...axis, space: 70, values: (_, ticks, __, ___, step) => ticks.map((t) => hour(t, step)) }, { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => short(v, name)) }],
       series: [{}, { stroke: css(colour), width: 2, spanGaps: false, points: { show: this.data.time.length < 40, size: 5 },
         fill: `${css(colour)}1c` }],
       hooks: {
@@ -112,6 +112,11 @@ export class Curves {
   }
 
   resize() { for (const [name, plot] of Object.entries(this.plots)) plot.setSize(this.size(name)); }
+}
+
+function hour(t, step) {
+  const at = new Date(t * 1000), two = (n) => String(n).padStart(2, "0");
+  return `${two(at.getHours())}:${two(at.getMinutes())}${step < 60 ? `:${two(at.getSeconds())}` : ""}`;
 }
 
 function short(v, name) {

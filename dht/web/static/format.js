@@ -3,9 +3,7 @@
 export const UNKNOWN = "unknown";
 
 function digits(value) {
-  const size = Math.abs(value);
-  if (size >= 100) return value.toFixed(0);
-  return value.toFixed(size >= 10 ? 1 : 2);
+  return Math.abs(value) >= 100 ? value.toFixed(0) : String(Number(value.toPrecision(3)));
 }
 
 function scaled(value, step, units) {

@@ -3,11 +3,12 @@
 import { rate, short, times } from "./format.js";
 
 const GAP = 60;
-const PEER = 13; // spacing in a disc
+const NEAR = 13; // spacing of peers in a disc; NAMED leaves room for their names
+const NAMED = 30;
 const SQUEEZE = [[40, "--c4"], [10, "--c3"], [2, "--c2"], [0, "--c1"]];
 
 export const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-export const squeezeColour = (times) => (times ? SQUEEZE.find(([least]) => times >= least)[1] : "--flow");
+export const squeezeColour = (times) => (times ? SQUEEZE.find(([least]) => times >= least)[1] : "--c0");
 
 /** `open(kind, id)` when something is chosen, `say(text)` when something is looked at. */
 export class SwarmMap {
@@ -17,8 +18,10 @@ export class SwarmMap {
     this.say = say;
     this.shape = "";
     this.at = null;
+    this.dot = 9; // of a peer, and `font` of a fence: larger where everything is far away
+    this.font = 11;
     this.cy = cytoscape({
-      container, minZoom: 0.03, maxZoom: 4, wheelSensitivity: 0.4, boxSelectionEnabled: false, autoungrabify: true,
+      container, minZoom: 0.03, maxZoom: 4, boxSelectionEnabled: false, autoungrabify: true,
       pixelRatio: "auto", hideEdgesOnViewport: false, textureOnViewport: false, layout: { name: "preset" },
     });
     this.cy.on("tap", "node.peer", (e) => this.open("peer", e.target.id()));
@@ -35,33 +38,34 @@ export class SwarmMap {
     const ink = css("--ink"), panel = css("--panel");
     const state = (name, colour) => ({ selector: `node.${name}`, style: { "background-color": css(colour) } });
     this.cy.style([
+      { selector: "node, edge", style: { "z-index-compare": "manual" } },
       { selector: "node.fence", style: {
         width: "data(size)", height: "data(size)", "background-color": css("--disc"), "border-width": 1.5,
-        "border-color": css("--line"), label: "data(label)", color: css("--soft"), "font-size": "data(font)",
+        "border-color": css("--line"), label: "data(label)", color: css("--soft"), "font-size": this.font,
         "text-valign": "top", "text-margin-y": -6, "font-weight": 600, "min-zoomed-font-size": 7, "z-index": 0 } },
       { selector: "node.loose", style: { "border-style": "dashed", "background-opacity": 0.35 } },
       { selector: "node.peer", style: {
-        width: 9, height: 9, "border-width": 1, "border-color": panel, "z-index": 10, "overlay-opacity": 0 } },
+        width: this.dot, height: this.dot, "border-width": 1, "border-color": panel, "z-index": 10, "overlay-opacity": 0 } },
       state("free", "--free"), state("busy", "--busy"), state("paused", "--paused"), state("late", "--late"),
       { selector: "node.silent", style: {
-        "background-color": css("--silent"), shape: "diamond", width: 14, height: 14, "z-index": 12 } },
+        "background-color": css("--silent"), shape: "diamond", width: this.dot + 5, height: this.dot + 5, "z-index": 12 } },
       { selector: "node.left", style: { "background-color": css("--gone"), opacity: 0.4 } },
-      { selector: "node.leads", style: { "border-width": 2.5, "border-color": ink, width: 13, height: 13 } },
+      { selector: "node.leads", style: { "border-width": 2, "border-color": ink, width: this.dot + 5, height: this.dot + 5 } },
       { selector: "node.named", style: {
-        label: "data(label)", "font-size": 6, color: css("--soft"), "text-valign": "bottom", "text-margin-y": 2,
+        label: "data(label)", "font-size": 6.5, color: css("--soft"), "text-valign": "bottom", "text-margin-y": 2,
         "min-zoomed-font-size": 8 } },
       { selector: "node.at", style: {
-        "border-width": 3, "border-color": css("--accent"), width: 17, height: 17, "z-index": 20 } },
+        "border-width": 3, "border-color": css("--accent"), width: this.dot + 8, height: this.dot + 8, "z-index": 20 } },
       { selector: "edge", style: { "curve-style": "haystack", "overlay-opacity": 0 } },
       { selector: "edge.between", style: {
         width: "data(width)", "line-color": css("--line"), label: "data(label)", color: css("--soft"),
-        "font-size": "data(font)", "min-zoomed-font-size": 7, "text-background-color": css("--ground"),
+        "font-size": 0.85 * this.font, "min-zoomed-font-size": 7, "text-background-color": css("--ground"),
         "text-background-opacity": 0.85, "text-background-padding": 2, "z-index": 1 } },
       { selector: "edge.flow", style: {
         "curve-style": "bezier", "control-point-step-size": 24, width: "data(width)", "target-arrow-shape": "triangle",
         "arrow-scale": 0.7, "z-index": 9, opacity: 0.9 } },
       { selector: "edge.control", style: { "line-style": "dashed", opacity: 0.45 } },
-      ...["--c1", "--c2", "--c3", "--c4", "--flow"].map((name) => ({
+      ...["--c1", "--c2", "--c3", "--c4", "--c0"].map((name) => ({
         selector: `edge.${name.slice(2)}`, style: { "line-color": css(name), "target-arrow-color": css(name) } })),
     ]);
   }
@@ -79,24 +83,31 @@ export class SwarmMap {
       this.paint(groups, picture);
     });
     if (shape !== this.shape) { this.shape = shape; this.fit(); }
+    const { dataset } = this.container;
+    dataset.peers = this.cy.nodes(".peer").length;
+    dataset.fences = this.cy.nodes(".fence").not(".loose").length;
+    dataset.flows = this.cy.edges(".flow").length;
+    dataset.silent = this.cy.nodes(".silent").length;
   }
 
   build(groups, picture) {
     const leaders = new Map(picture.fences.map((f) => [f.fence, f]));
     this.cy.elements().remove();
-    const discs = [...groups].map(([fence, peers]) => ({ fence, peers, r: PEER * Math.sqrt(Math.max(3, peers.length)) + 12 }));
-    pack(discs);
-    const names = discs.reduce((n, d) => n + d.peers.length, 0) <= 120;
+    const names = picture.peers.size <= 120;
+    const space = names ? NAMED : NEAR;
+    const discs = [...groups].map(([fence, peers]) => ({ fence, peers, r: space * Math.sqrt(Math.max(3, peers.length)) + 12 }));
+    const { width, height } = this.container.getBoundingClientRect();
+    pack(discs, Math.min(1.8, Math.max(0.6, width / Math.max(1, height))));
     const nodes = [];
     for (const d of discs) {
       const known = leaders.get(d.fence);
       const label = d.fence ? `fence ${d.fence.slice(0, 6)}` : "no fence yet";
       nodes.push({ group: "nodes", classes: known ? "fence" : "fence loose", selectable: false, position: { x: d.x, y: d.y },
         data: { id: `fence-${d.fence}`, size: 2 * d.r, label: `${label} · ${d.peers.length}`, known: Boolean(known),
-          font: Math.max(9, d.r / 7), said: `${label}, ${d.peers.length} peers` } });
+          said: `${label}, ${d.peers.length} peers` } });
       d.peers.sort((a, b) => (a.leads !== b.leads ? (a.leads ? -1 : 1) : a.peer < b.peer ? -1 : 1));
       d.peers.forEach((peer, i) => {
-        const far = PEER * Math.sqrt(i), turn = i * 2.399963;
+        const far = space * Math.sqrt(i), turn = i * 2.399963;
         nodes.push({ group: "nodes", classes: "peer", position: { x: d.x + far * Math.cos(turn), y: d.y + far * Math.sin(turn) },
           data: { id: peer.peer, label: short(peer.peer), names } });
       });
@@ -125,7 +136,7 @@ export class SwarmMap {
         const id = `b-${[f.fence, o.fence].sort().join("-")}`;
         const rateNow = Math.max(o.bytes_per_s ?? 0, wanted.get(id)?.data.rate ?? 0);
         wanted.set(id, { classes: "between", data: {
-          id, source: `fence-${f.fence}`, target: `fence-${o.fence}`, rate: rateNow, font: 11,
+          id, source: `fence-${f.fence}`, target: `fence-${o.fence}`, rate: rateNow,
           width: rateNow ? Math.min(9, Math.max(1, Math.log10(rateNow) - 3.5)) : 0.8,
           label: rateNow ? rate(rateNow) : "", said: `between fences: ${rate(rateNow || null)}` } });
       }
@@ -156,7 +167,17 @@ export class SwarmMap {
     }
   }
 
-  fit() { if (this.cy.elements().nonempty()) this.cy.fit(undefined, 24); }
+  fit() {
+    if (this.cy.elements().empty()) return;
+    this.cy.fit(undefined, 24);
+    const zoom = this.cy.zoom();
+    const dot = Math.min(12, Math.max(9, 5 / zoom)), font = Math.min(48, Math.max(10, 12 / zoom));
+    if (Math.abs(dot - this.dot) > 0.5 || Math.abs(font - this.font) > 0.5) {
+      this.dot = dot;
+      this.font = font;
+      this.restyle();
+    }
+  }
 
   key(e) {
     const move = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[e.key];
@@ -202,21 +223,24 @@ export class SwarmMap {
   }
 }
 
-/** Discs side by side without overlap, the largest in the middle: each as near the middle as it fits. */
-function pack(discs) {
+/** Discs side by side without overlap, the largest in the middle, each as near to all others as it fits. */
+function pack(discs, wide) {
   discs.sort((a, b) => b.r - a.r || (a.fence < b.fence ? -1 : 1));
   const placed = [];
   for (const d of discs) {
     let best = null;
     for (let ring = 0; best === null; ring += 1) {
-      const far = ring * 18, steps = ring === 0 ? 1 : Math.max(8, Math.ceil(far / 8));
+      const far = ring * 18, steps = ring === 0 ? 1 : Math.max(12, Math.ceil(far / 6));
       for (let i = 0; i < steps; i += 1) {
-        const turn = (i / steps) * 2 * Math.PI + ring * 0.7;
-        const x = 1.5 * far * Math.cos(turn), y = far * Math.sin(turn);
-        if (placed.every((o) => Math.hypot(o.x - x, o.y - y) >= o.r + d.r + GAP)) { best = { x, y }; break; }
+        const turn = (i / steps) * 2 * Math.PI;
+        const x = wide * far * Math.cos(turn), y = far * Math.sin(turn);
+        if (!placed.every((o) => Math.hypot(o.x - x, o.y - y) >= o.r + d.r + GAP)) continue;
+        const cost = placed.reduce((sum, o) => sum + Math.hypot(o.x - x, wide * (o.y - y)), 0);
+        if (best === null || cost < best.cost - 1e-6) best = { x, y, cost };
       }
     }
-    Object.assign(d, best);
+    d.x = best.x;
+    d.y = best.y;
     placed.push(d);
   }
 }

@@ -25,7 +25,7 @@ export function counts(picture) {
 export function legend() {
   return [
     h("span", {}, "Lines are tensors, by how much they are compressed:"),
-    ...[["c1", "1–2×"], ["c2", "2–10×"], ["c3", "10–40×"], ["c4", "over 40×"], ["flow", "unknown"]].map(([c, text]) =>
+    ...[["c1", "1–2×"], ["c2", "2–10×"], ["c3", "10–40×"], ["c4", "over 40×"], ["c0", "unknown"]].map(([c, text]) =>
       h("span", { class: "key" }, h("span", { class: `swatch ${c}` }), text)),
   ];
 }
@@ -122,7 +122,7 @@ export function run(picture, id) {
 function why(r) {
   if (!r.why) return null;
   const w = r.why;
-  return h("section", { class: `panel why ${w.kind}` },
+  return h("section", { class: `panel why why-${w.kind}` },
     h("h2", {}, "Why is this run slow?"),
     h("p", { class: "verdict" }, w.text, "."), h("p", {}, h("b", {}, w.kind === "unknown" ? "Next: " : "What would help most: "), w.advice, "."));
 }
@@ -167,7 +167,7 @@ function hop(r, a, b) {
   const k = r.links.find((x) => x.src === a && x.dst === b);
   const bound = r.why?.kind === "link" && r.why.src === a && (r.why.dst === null || r.why.dst === b);
   return h("div", { class: `hop${bound ? " bound" : ""}` },
-    h("span", { class: `arrow ${k ? squeezeColour(k.compression).slice(2) : "flow"}`, "aria-hidden": "true" }, "→"),
+    h("span", { class: `arrow ${k ? squeezeColour(k.compression).slice(2) : "c0"}`, "aria-hidden": "true" }, "→"),
     h("small", {}, k ? f.rate(k.bytes_per_s) : f.UNKNOWN), h("small", {}, k?.codec ? said(k.codec) : ""),
     bound ? h("span", { class: "tag" }, "slowest") : null);
 }
@@ -222,6 +222,8 @@ export function peers(picture, query) {
 
 const hosting = (x) => h("span", { class: "block" }, f.stage(x.stage), " of ", h("a", { href: `#/run/${x.run}` }, x.name ? said(x.name) : x.run.slice(0, 8)), x.confirmed ? "" : h("small", { class: "unknown" }, " by its own word"));
 
+const squeezed = (times) => (times === null ? null : times < 1.05 ? "not compressed" : `compressed ${f.times(times)}`);
+
 export function peer(picture, id, page) {
   const p = picture.peers.get(id);
   if (!p) return missing("peer", f.short(id));
@@ -232,8 +234,8 @@ export function peer(picture, id, page) {
     h("dl", { class: "facts panel" },
       fact("Seen", f.ago(store.now(), p.published)), fact("Hours", p.hours ? said(p.hours) : "always", p.hours ? "its local time" : null),
       fact("Reach", unknown(p.reach ?? f.UNKNOWN), "as another peer tried"), fact("Fence", p.fence ? h("a", { href: `#/fence/${p.fence}`, class: "id" }, p.fence.slice(0, 8)) : "none"),
-      fact("Up", p.up_bytes_per_s === null ? "no traffic" : f.rate(p.up_bytes_per_s), p.compression_out ? `${f.times(p.compression_out)} smaller` : null),
-      fact("Down", p.down_bytes_per_s === null ? "no traffic" : f.rate(p.down_bytes_per_s), p.compression_in ? `${f.times(p.compression_in)} smaller` : null),
+      fact("Up", p.up_bytes_per_s === null ? "no traffic" : f.rate(p.up_bytes_per_s), squeezed(p.compression_out)),
+      fact("Down", p.down_bytes_per_s === null ? "no traffic" : f.rate(p.down_bytes_per_s), squeezed(p.compression_in)),
       fact("Version", said(p.version)), fact("Counted work", c ? unknown(f.work(c.flops)) : "none yet", c ? `${f.count(c.frames)} frames, by ${c.issuers} neighbour${c.issuers > 1 ? "s" : ""}` : "by neighbours' receipts")),
     h("section", { class: "panel" }, h("h2", {}, "Devices"), p.devices.length ? table(["Kind", "Name", "Measured speed", "Memory", "Free"],
       p.devices.map((d) => [said(d.kind), said(d.name), unknown(f.flops(d.flops_per_s)), unknown(f.bytes(d.memory_bytes)), unknown(f.bytes(d.free_bytes))])) : h("p", { class: "empty" }, "Being measured.")),

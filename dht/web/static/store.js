@@ -15,10 +15,22 @@ const listeners = new Set();
 export const onChange = (call) => listeners.add(call);
 export const changed = (what) => listeners.forEach((call) => call(what));
 
+let source = null;
+
+/** Follow the swarm while the page is seen: a browser keeps few connections to one server, over all its tabs. */
 export function start() {
-  const source = new EventSource("/api/stream");
-  source.onmessage = (message) => { take(JSON.parse(message.data)); };
-  source.onerror = () => { store.connected = false; changed("status"); };
+  const follow = () => {
+    if (document.hidden) return stop();
+    if (source !== null) return;
+    source = new EventSource("/api/stream");
+    source.onmessage = (message) => { take(JSON.parse(message.data)); };
+    source.onerror = () => { store.connected = false; changed("status"); };
+  };
+  const stop = () => { source?.close(); source = null; };
+  addEventListener("pagehide", stop);
+  addEventListener("pageshow", follow);
+  document.addEventListener("visibilitychange", follow);
+  follow();
 }
 
 function take(delta) {

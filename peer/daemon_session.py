@@ -147,7 +147,7 @@ class ControlServer:
             session.post(
                 Welcome(
                     version=PROTOCOL_VERSION, peer=self._volunteer.peer_id, devices=tuple(self._volunteer.executors),
-                    have_opdags=self._volunteer.have_opdags(),
+                    have_opdags=self._volunteer.have_opdags(), held=self._volunteer.held(spec.run),
                 )
             )  # fmt: skip
             await session.run(self._volunteer, self._beat_s, self._dead_s)

@@ -222,7 +222,10 @@ class Executor:
     async def _store_snapshot(self, hosted: Hosted, mark: Mark, snapshot: Snapshot | Exception) -> None:
         if isinstance(snapshot, Exception):
             return self._fault(hosted, "mark", str(snapshot))
-        blob, size = await asyncio.to_thread(lambda: self._store.put(to_bytes(snapshot)))
+        try:
+            blob, size = await asyncio.to_thread(lambda: self._store.put(to_bytes(snapshot)))
+        except OSError as error:
+            return self._fault(hosted, "mark", f"its snapshot at tick {mark.tick} cannot be written: {error.strerror}")
         ref = BlobRef(blob, size, (self._transport.peer_id,))
         incarnation = hosted.links.me.incarnation if hosted.links is not None else 0
         await self._say(Snapshotted(run=mark.run, stage=mark.stage, incarnation=incarnation, tick=mark.tick, state=ref))

@@ -16,6 +16,7 @@ from fusion_p2p.planner.fences import Fences, find_fences
 from fusion_p2p.planner.workload import Floats
 
 MOST_DEVICES = 64  # considered for one chain where skipping is allowed; longer chains pay in latency
+SCREEN_POSITIONS = 144
 LOCAL_ORDERS = 24  # neighbour orders of one round of local search
 DOUBT, RISK = 1.5, 1 / 3  # links may be this many times slower than measured; the weight of that case
 SPREAD = np.array([1.02, 1.2, 1.45, 1.8, 2.4, 3.5])  # first thresholds, in units of the bound's bottleneck
@@ -124,7 +125,7 @@ class Search:
         if not self.skip:  # both ends of the model lie on given devices: the direction matters
             candidates = orders.distinct(o for c in candidates for o in (c, c[::-1]))
         at = self._fine_positions()
-        found = self._screen(candidates, at)
+        found = self._screen(candidates, self._thinned(at))
         if not found:
             return []
         found = [self._polish(b) for b in self._refine(found[: self.finalists], at)]
@@ -203,10 +204,21 @@ class Search:
         out: Ints = allowed[keep]
         return out
 
+    def _thinned(self, at: Ints) -> Ints:
+        """At most about SCREEN_POSITIONS of `at`: of each equal share of the work, the one with the least bytes."""
+        if len(at) <= SCREEN_POSITIONS:
+            return at
+        done = self.costs.work_s[:, at].mean(axis=0)
+        share = np.minimum(done / done[-1] * SCREEN_POSITIONS, SCREEN_POSITIONS - 1).astype(np.int64)
+        order = np.lexsort((self.costs.w.cut_bytes[at], share))  # by share, then by bytes
+        first = np.flatnonzero(np.diff(share[order], prepend=-1))
+        keep: Ints = np.unique(np.concatenate([[at[0], at[-1]], at[order[first]]]))
+        return keep
+
     def _refine(self, found: list[Best], at: Ints) -> list[Best]:
         """Narrow the threshold around the best ones, orders and their reverses, in two sweeps."""
-        both = orders.distinct(o for b in found for o in (b.order, b.order[::-1]))
-        middle = sorted({b.threshold_s for b in found})
+        both = orders.distinct(o for b in found[:2] for o in (b.order, b.order[::-1]))
+        middle = sorted({b.threshold_s for b in found[:2]})
         grid = np.unique(np.concatenate([m * np.geomspace(1 / 1.3, 1.25, 7) for m in middle]))
         found = (self._best_of(both, grid, at) + found)[: self.finalists]
         fine = found[0].threshold_s * np.geomspace(0.96, 1.03, 7)

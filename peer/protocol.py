@@ -149,10 +149,13 @@ class Drop(msgspec.Struct, frozen=True, tag="drop", kw_only=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
+    """`held`: stages of this run that are still here from before; the trainer drops those it does not want."""
+
     version: int
     peer: str
     devices: tuple[str, ...]
     have_opdags: tuple[str, ...] = ()
+    held: tuple[int, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 AHEAD = 2  # ticks released before the oldest is done: the next one's data is there when a stage is free
 MAX_REPORT_BYTES = 4096
-FATAL_FAULTS = frozenset({"died", "frame", "memory", "cap", "leaving", "gap"})
+FATAL_FAULTS = frozenset({"died", "frame", "memory", "cap", "leaving", "gap", "mark"})
 HONEST_FAULTS = frozenset({"leaving", "gap"})  # after which the host may be given a stage again
 AFTER_DEATH_S = 30.0  # before a host whose executor died is given a stage again
 T = TypeVar("T")
@@ -254,7 +254,11 @@ class Trainer:
         live, now = self._live, self._live.now
         now.plan = plan
         now.links.update(live.assembly.endpoints(), plan.number)
-        await live.assembly.connect(plan)
+        for lost in await live.assembly.connect(plan):
+            live.lose(lost.peer, lost.reason)
+        for peer, reason in live.early.items():
+            live.lose(peer, reason)
+        live.early.clear()
         live.sink(PlanAdopted(plan))
         if not live.lost:
             live.whole.set()
@@ -312,11 +316,16 @@ class Trainer:
 
     # --- what hosts say
 
-    def _on_status(self, status: StageStatus) -> None:
+    def _on_status(self, peer: str, status: StageStatus) -> None:
         placed = self._live.placed
+        if placed is None or not _hosts(placed.plan, peer, status.stage, status.incarnation):
+            return  # of a host that was replaced
         self.watch.status(status, placed.links.bytes_sent() if placed else {})
 
     def _on_fault(self, peer: str, fault: StageFault) -> None:
+        placed = self._live.placed
+        if placed is not None and not _hosts(placed.plan, peer, fault.stage, fault.incarnation):
+            return  # of a host that was replaced
         if fault.code in FATAL_FAULTS:
             if fault.code not in HONEST_FAULTS:
                 self._live.exclude(peer, math.inf if fault.code == "frame" else AFTER_DEATH_S)
@@ -340,6 +349,12 @@ class Trainer:
 
 async def _result(future: asyncio.Future[TickResult]) -> TickResult:
     return await future
+
+
+def _hosts(plan: Plan, peer: str, stage: int, incarnation: int) -> bool:
+    """Whether this is the plan's host of the stage, or one that is being put in its place."""
+    p = plan.host(stage)
+    return (p.peer, p.incarnation) == (peer, incarnation) or incarnation > p.incarnation
 
 
 def step_result(result: TickResult) -> StepResult:

@@ -6,6 +6,7 @@ A refusal is an answer like any other: the plan is made again with what it says 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -85,7 +86,7 @@ class Assembly:
         spawn: Spawn,
         on_lost: Lost,
         on_fault: Callable[[str, StageFault], None],
-        on_status: Callable[[StageStatus], None],
+        on_status: Callable[[str, StageStatus], None],
         channels: ChannelSettings,
     ) -> None:
         self._transport, self._session, self._channels = transport, session, channels
@@ -178,12 +179,16 @@ class Assembly:
         )
         return (self.me, *stages)
 
-    async def connect(self, plan: Plan) -> None:
-        """Tell every host where the others live."""
-        endpoints, run = self.endpoints(), self._session.spec.run
+    async def connect(self, plan: Plan) -> list[HostLost]:
+        """Tell every host where the others live; those that could not be told."""
+        endpoints, run, lost = self.endpoints(), self._session.spec.run, list[HostLost]()
         for k, (p, _) in sorted(self._accepted.items()):
             message = Connect(run=run, plan=plan.number, stage=k, endpoints=endpoints)
-            await self._hosts[p.peer].send(message)
+            try:
+                await self.host(p.peer).send(message)
+            except HostLost as error:
+                lost.append(error)
+        return lost
 
     def hosts_stage(self, peer: str) -> bool:
         """Whether `peer` has a stage, or an offer to take one."""
@@ -198,6 +203,18 @@ class Assembly:
         """Open the control stream to a spare now: that it lives is known when it is needed. RefusedError, HostLost or
         DhtError."""
         await self._host(peer)
+
+    def abandon(self, peer: str, reason: str) -> None:
+        """`peer` lost its stages, though its stream may live: who waits for its snapshots is told."""
+        if peer in self._hosts:
+            self._hosts[peer].abandon(reason)
+
+    async def drop(self, peer: str, stages: Iterable[int], reason: str) -> None:
+        """Stages that now live elsewhere end at `peer`, if it can still be told."""
+        with contextlib.suppress(HostLost):
+            for stage in stages:
+                if peer in self._hosts:
+                    await self._hosts[peer].send(Drop(run=self._session.spec.run, stage=stage, reason=reason))
 
     def part(self, peer: str) -> None:
         """Close the stream to a spare."""
@@ -235,6 +252,7 @@ class Assembly:
             raise
         self._hosts[peer] = host
         self._spawn(self._watch(host))
+        await self.drop(peer, host.welcome.held if host.welcome else (), "it lives elsewhere now")
         return host
 
     async def _watch(self, host: Host) -> None:

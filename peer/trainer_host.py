@@ -62,7 +62,7 @@ class Host:
         transport: Transport,
         peer: str,
         *,
-        on_status: Callable[[StageStatus], None],
+        on_status: Callable[[str, StageStatus], None],
         on_fault: Callable[[str, StageFault], None],
         channels: ChannelSettings,
     ) -> None:
@@ -119,6 +119,11 @@ class Host:
         what = f"stage {mark.stage}'s snapshot at tick {mark.tick}"
         return await self._ask(self._marks, (mark.stage, mark.tick), mark, MARK_TIMEOUT_S, what)
 
+    def abandon(self, reason: str) -> None:
+        """Nobody waits for this host's snapshots any more."""
+        for mark in self._marks.values():
+            _settle(mark, HostLost(self.peer, reason))
+
     async def send(self, message: msgspec.Struct) -> None:
         """Connect, Trim or Drop. HostLost if it is gone."""
         await self._send(message)
@@ -164,7 +169,7 @@ class Host:
         while (message := await self._stream.receive(timeout_s=self._dead_s)) is not None:
             match message:
                 case StageStatus():
-                    self._on_status(message)
+                    self._on_status(self.peer, message)
                 case Accepted(stage=stage):
                     _settle(self._offers.get(stage), message)
                 case Refused(stage=stage) if stage in self._offers:

@@ -60,7 +60,7 @@ class Placed:
 @dataclass(slots=True, kw_only=True)
 class Live:
     """`whole` is set while every stage of the plan has a live host; `lost`: peer of the plan -> why it is gone.
-    `excluded`: peer -> until when it is given no stage."""
+    `early`: the same of hosts of the plan that is about to be in force. `excluded`: peer -> until when it gets none."""
 
     transport: Transport
     swarm: Swarm
@@ -75,6 +75,7 @@ class Live:
     whole: asyncio.Event = field(default_factory=asyncio.Event)
     broken: asyncio.Event = field(default_factory=asyncio.Event)
     lost: dict[str, str] = field(default_factory=dict)
+    early: dict[str, str] = field(default_factory=dict)
     excluded: dict[str, float] = field(default_factory=dict)
     placed: Placed | None = None
 
@@ -101,9 +102,12 @@ class Live:
     def lose(self, peer: str, reason: str) -> None:
         """A host of the plan is gone: marks wait, `Repair` wakes. Does nothing the second time."""
         stages = [p.stage for p in self.placed.plan.placement if p.peer == peer] if self.placed else []
+        if not stages and self.assembly.hosts_stage(peer):  # of a plan that is not yet in force
+            self.early[peer] = reason
         if not stages or peer in self.lost:
             return
         self.lost[peer] = reason
+        self.assembly.abandon(peer, reason)
         for stage in stages:
             self.say("lost", f"{peer[-8:]} (stage {stage}) was lost: {reason}", peer=peer, stage=stage)
         self.whole.clear()

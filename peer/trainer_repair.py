@@ -12,7 +12,7 @@ from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Plan
 from peer.offers import DeviceOffer
 from peer.placement import PlanRequest, recovery_group, rehost
-from peer.trainer_host import HostLost, RunPaused
+from peer.trainer_host import RunPaused
 from peer.trainer_live import Live
 
 RETRY_S = 1.0
@@ -79,7 +79,7 @@ class Repair:
             plan = rehost(base, gone, group, live.atoms, offers, factor)
         except InputError as error:
             return str(error)
-        now.number = plan.number
+        before, now.number = now.plan, plan.number
         refusals = await live.assembly.place(plan, group, live.refs(now.newest), now.newest.tick)
         for r in refusals:
             p = r.placement
@@ -92,10 +92,11 @@ class Repair:
         now.offers = offers
         for peer in gone:
             del live.lost[peer]
-        try:
-            await self._adopt(plan)
-        except HostLost as lost:
-            live.lose(lost.peer, lost.reason)
+        await self._adopt(plan)
+        for old in gone:
+            await live.assembly.drop(
+                old, (k for k in moved if before.host(k).peer == old != plan.host(k).peer), "moved"
+            )
         for k in moved:
             peer = plan.host(k).peer
             live.say("recovered", f"stage {k} goes on at {peer[-8:]} from step {now.newest.step}", peer=peer, stage=k)

@@ -113,6 +113,9 @@ class Volunteer:
     def have_opdags(self) -> tuple[str, ...]:
         return tuple(sorted(p.name for p in self._opdags.iterdir() if len(p.name) == 64))
 
+    def held(self, run: str) -> tuple[int, ...]:
+        return tuple(sorted(stage for r, stage in self.stages if r == run))
+
     async def offer(self, session: Session, offer: StageOffer) -> None:
         """Check, then hand to the device's executor, which answers later. RefusedError otherwise."""
         a = check_assignment(offer.assignment, session.spec, session.cert, target_peer=self.peer_id, now=time.time())

@@ -125,7 +125,7 @@ def _age(published: float, now: float) -> float:
 
 def as_text(snapshot: Snapshot) -> str:
     """Tables in plain lines; the same in a terminal and in a file."""
-    lines = [f"{_count(len(snapshot.peers), 'peer')}, {_count(len(snapshot.runs), 'run')}"]
+    lines = [f"{count_text(len(snapshot.peers), 'peer')}, {count_text(len(snapshot.runs), 'run')}"]
     if snapshot.peers:
         lines += ["", *_table(_PEER_HEAD, [_peer_row(peer, snapshot.time) for peer in snapshot.peers])]
     for view in snapshot.runs:
@@ -210,5 +210,6 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 86400:.0f} days"
 
 
-def _count(number: int, noun: str) -> str:
+def count_text(number: int, noun: str) -> str:
+    """"1 peer", "2 peers"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

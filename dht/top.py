@@ -12,7 +12,7 @@ from rich.segment import SegmentLines
 from rich.table import Table
 from rich.text import Text
 
-from dht.monitor import UNKNOWN, short_peer
+from dht.monitor import UNKNOWN, count_text, short_peer
 from dht.monitor_observer import Observer, Sight, reading_board
 from dht.monitor_views import EventInfo, PeerInfo, Picture, RunInfo
 
@@ -133,10 +133,10 @@ class Screen:
 def _header(p: Picture, width: int) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(" fusion ", style="reverse bold")
-    text.append(f" {_clock(p.time)}  {len(p.peers)} peers")
+    text.append(f" {_clock(p.time)}  {count_text(len(p.peers), 'peer')}")
     for name, count in _states(p.peers).items():
         text.append(f"  {count} {name}", style=_STYLES[name])
-    text.append(f"  {len(p.fences)} fences  {len(p.runs)} runs")
+    text.append(f"  {count_text(len(p.fences), 'fence')}  {count_text(len(p.runs), 'run')}")
     if p.error is not None:
         text.append(f"  stale: {p.error}", style="bold red")
     text.truncate(width, overflow="ellipsis")
@@ -188,7 +188,7 @@ def _peers(p: Picture, room: int, width: int, now: float) -> Table:
 def _peer_cells(p: PeerInfo, now: float, wide: bool) -> list[RenderableType]:
     first = p.devices[0] if p.devices else None
     device = UNKNOWN if first is None else (f"{first.kind} {first.name}"[: 28 if wide else 12] or first.kind)
-    speed = UNKNOWN if first is None or first.flops_per_s is None else f"{first.flops_per_s / 1e9:.3g} GF/s"
+    speed = UNKNOWN if first is None or first.flops_per_s is None else _flops(first.flops_per_s)
     stages = " ".join("T" if h.stage < 0 else f"{h.stage}" for h in p.hosts) or "-"
     cells: list[RenderableType] = [
         short_peer(p.peer) + ("*" if p.leads else ""), Text(p.state, style=_STYLES[p.state]), Text(device), speed,
@@ -231,6 +231,15 @@ def _rate(bytes_per_s: float | None, unknown: str = UNKNOWN) -> str:
             return f"{bits:.3g} {unit}"
         bits /= 1000
     return f"{bits:.3g} Gbit/s"
+
+
+def _flops(flops_per_s: float) -> str:
+    value = flops_per_s / 1e6
+    for unit in ("MF/s", "GF/s", "TF/s"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} PF/s"
 
 
 def _span(seconds: float) -> str:

@@ -289,7 +289,8 @@ def test_hostile_records_change_nothing_but_a_warning(scene: Scene, desktop: Any
         false = RunRecord(
             run=run_id(mallory.public_key, name, script, 7, 1.5), owner=mallory.public_key, name=name,
             opdag_hash=script, seed=7, created=1.5, trainer=mallory.peer_id, state="training",
-            reason=f"\u2066{script}\x1b[31m", step=1 << 53, total=1 << 53, loss=1e30, step_time_s=1e11, tokens_per_s=1e21,
+            reason=f"\u2066{script}\x1b[31m", step=1 << 53, total=1 << 53, loss=1e30, step_time_s=1e11,
+            tokens_per_s=1e21,
         )  # fmt: skip
         swarm.board.publish_run(RunView(run=false), Signer(mallory))
         await swarm.board.flush()

@@ -145,20 +145,30 @@ class FenceMachine:
             chosen[self._lead.resigned_to] = None
         if self.leader and self.leader != self.me:
             chosen[self.leader] = None
+        table = self.sights.table
         heads = sorted(
-            (h for h in self._heads.values() if h.leader not in self.sights.table and h.leader != self.me),
-            key=lambda h: (self.sights.predicted_rtt_s(h.coordinate), h.leader),
-        )
+            (h for h in self._heads.values() if h.leader != self.me and not self._knows(h)),
+            key=lambda h: (
+                table[h.leader].rtt_s if h.leader in table else self.sights.predicted_rtt_s(h.coordinate), h.leader
+            ),
+        )  # fmt: skip
         chosen.update(dict.fromkeys(h.leader for h in heads[: count // 3 + 1]))
-        leaders = [s for s in self.sights.table.values() if s.leading]
+        leaders = [s for s in table.values() if s.leading]
         chosen.update(dict.fromkeys(s.peer for s in sorted(leaders, key=lambda s: s.rtt_s)[:2]))
         hints = list(self.sights.hints)
         chosen.update(dict.fromkeys(reversed(hints[-(count // 3 + 1) :])))
         oldest = sorted(self.sights.nearest(8), key=lambda s: s.heard_at)
         chosen.update(dict.fromkeys(s.peer for s in oldest[:2]))
-        others = [p for p in strangers if p != self.me and p not in self.sights.table]
+        stale = min(table.values(), key=lambda s: s.heard_at, default=None)
+        chosen.update({} if stale is None else {stale.peer: None})
+        others = [p for p in strangers if p != self.me and p not in table]
         chosen.update(dict.fromkeys(others[: max(1, count - len(chosen))]))
         return tuple(chosen)[: count + 4]
+
+    def _knows(self, head: FenceHead) -> bool:
+        """Whether this leader was pinged since it leads."""
+        known = self.sights.table.get(head.leader)
+        return known is not None and known.leading and known.beat.fence == head.fence
 
     def _whom_to_probe(self) -> str | None:
         """The leader first, then near and far peers in turn, whose rates are oldest: O(log n) peers in all."""

@@ -16,7 +16,7 @@ import psutil
 
 from peer.control_io import MessageStream
 from peer.errors import ExecutorDied, WireError
-from peer.executor_protocol import Beat, FromExecutor, Ready, Start, ToExecutor
+from peer.executor_protocol import MAX_PRIVATE_MESSAGE, Beat, FromExecutor, Ready, Start, ToExecutor
 
 log = logging.getLogger("peer.daemon")
 
@@ -95,7 +95,7 @@ class ExecutorProcess:
         process = self._process
         try:
             reader, writer = await asyncio.open_connection(sock=mine)
-            self._stream = MessageStream(reader, writer, _DECODER)
+            self._stream = MessageStream(reader, writer, _DECODER, limit=MAX_PRIVATE_MESSAGE)
             self._over_memory = 0
             await self.send(self.start)
             watch = asyncio.create_task(self._watch(process.pid))

@@ -10,6 +10,7 @@ import msgspec
 
 from fusion_p2p.plan import Numerics
 from peer.protocol import (
+    MAX_MESSAGE,
     Accepted,
     Assignment,
     BlobRef,
@@ -23,6 +24,8 @@ from peer.protocol import (
     StageStatus,
     Trim,
 )
+
+MAX_PRIVATE_MESSAGE = 2 * MAX_MESSAGE  # a StageOffer of the largest size is passed on with the run's spec
 
 # --- daemon -> executor
 

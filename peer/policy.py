@@ -12,7 +12,7 @@ import msgspec
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics
 from peer.errors import RefusedError
-from peer.protocol import Assignment, RunSpec, SessionCert
+from peer.protocol import Assignment, BlobRef, RunSpec, SessionCert
 
 MAX_STAGES = 16
 LEASE_S = 1800.0  # how long a run's stages are kept without a word from its trainer
@@ -22,6 +22,7 @@ MAX_MICRO_BATCHES = 1 << 16
 MAX_MICRO_BATCH_SIZE = 1 << 20
 MAX_STAGES_OF_RUN = 4096
 MAX_THREADS = 4096
+MAX_HOLDERS = 16
 _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 
 
@@ -104,8 +105,12 @@ class Leases:
         return True
 
     def leads(self, session: SessionCert) -> bool:
+        """Whether this session leads its run here, by this certificate or by a newer one of its own."""
         held = self._held.get(session.run)
-        return held is not None and held.session == session
+        return held is not None and (held.session.session_key, held.session.epoch) == (
+            session.session_key,
+            session.epoch,
+        )
 
     def silent_s(self, run: str, now: float) -> float:
         """Seconds since the run's trainer was heard of; infinite if nobody leads it."""
@@ -171,5 +176,15 @@ def check_numerics(n: Numerics, window: int) -> None:
     for name, value, most in ranges:
         if not 1 <= value <= most:
             raise RefusedError("admission", f"{name} = {value} is outside 1..{most}")
+    if n.tf32 or not n.deterministic:
+        raise RefusedError("policy", "executors compute with TF32 off and with deterministic kernels only")
     if len(n.codecs) > MAX_STAGES_OF_RUN**2 // 2:
         raise RefusedError("admission", f"{len(n.codecs)} codecs named for {n.stages} stages")
+
+
+def check_state(state: BlobRef) -> None:
+    """A stage's bytes are named by a hash, and there are few to ask for them; RefusedError (admission) otherwise."""
+    if not re.fullmatch(r"[0-9a-f]{64}", state.hash):
+        raise RefusedError("admission", f"{state.hash[:80]!r} is no snapshot's hash: 64 hex digits")
+    if len(state.holders) > MAX_HOLDERS:
+        raise RefusedError("admission", f"a snapshot of {len(state.holders)} holders, at most {MAX_HOLDERS} are asked")

@@ -19,7 +19,7 @@ from peer.blobs import BlobStore
 from peer.errors import ExecutorDied, RefusedError
 from peer.executor_process import Death, ExecutorProcess
 from peer.executor_protocol import FromExecutor, HostStage, Lease
-from peer.policy import OFFER_S, Fences, Leases, Policy, check_numerics, check_offer, check_run
+from peer.policy import OFFER_S, Fences, Leases, Policy, check_numerics, check_offer, check_run, check_state
 from peer.protocol import (
     Accepted,
     Assignment,
@@ -36,10 +36,12 @@ from peer.protocol import (
     Trim,
 )
 from peer.signing import check_assignment
+from peer.trainer_state import write_atomic
 
 log = logging.getLogger("peer.daemon")
 
 OPDAGS_KEPT = 16
+SNAPSHOTS_KEPT = 4  # of a stage: two complete sets, the one under way, one to spare
 Key = tuple[str, int]
 
 
@@ -118,11 +120,14 @@ class Volunteer:
 
     async def offer(self, session: Session, offer: StageOffer) -> None:
         """Check, then hand to the device's executor, which answers later. RefusedError otherwise."""
+        if not self.leases.leads(session.cert):
+            raise RefusedError("lease", f"run {session.spec.run} is led by another trainer now")
         a = check_assignment(offer.assignment, session.spec, session.cert, target_peer=self.peer_id, now=time.time())
         others = sum(1 for key in self.stages if key != (a.run, a.stage))
         check_run(self.policy, session.spec, minute_of_day())
         check_offer(self.policy, a, devices=tuple(self.executors), stages=others, state_bytes=offer.state.size)
         check_numerics(offer.numerics, offer.window)
+        check_state(offer.state)
         opdag = self._opdag(a.opdag_hash, offer.opdag)
         self._fences.check(a)
         _save_fences(self._home / "fences.json", self._fences)
@@ -130,20 +135,25 @@ class Volunteer:
             spec=session.spec, assignment=a, numerics=offer.numerics, window=offer.window, opdag=opdag,
             state=offer.state, first_tick=offer.first_tick, trial=offer.trial, logged=offer.logged,
         )  # fmt: skip
+        before = self.stages.get((a.run, a.stage))
         self.stages[a.run, a.stage] = HostedStage(
             session.spec, a, offer.state.hash, time.monotonic(), peers=frozenset({session.cert.trainer_peer})
         )
+        if before is not None:
+            self._discard(*before.snapshots.values(), before.state_hash)
+            if before.assignment.device != a.device:
+                await self._tell(before.assignment.device, Drop(run=a.run, stage=a.stage, reason="it moves"))
         try:
             await self.executors[a.device].send(message)
         except ExecutorDied as error:
-            del self.stages[a.run, a.stage]
+            self._forget((a.run, a.stage))
             raise RefusedError("busy", str(error)) from error
 
     async def command(self, session: Session, message: Connect | Mark | Trim | Drop) -> None:
         """Pass on what concerns a stage of this session's run; anything else is not its business."""
         key = (message.run, message.stage)
         stage = self.stages.get(key)
-        if message.run != session.spec.run or stage is None:
+        if message.run != session.spec.run or stage is None or not self.leases.leads(session.cert):
             log.warning("trainer of run %s speaks of stage %d, which is not here", session.spec.run, message.stage)
             return
         if isinstance(message, Connect):
@@ -151,7 +161,7 @@ class Volunteer:
             stage.peers = frozenset(named | {session.cert.trainer_peer})
         if isinstance(message, Trim):
             for tick in [t for t in stage.snapshots if t < message.tick]:
-                self.store.delete(stage.snapshots.pop(tick))
+                self._discard(stage.snapshots.pop(tick))
         if isinstance(message, Drop):
             log.info("stage %d of run %s dropped: %s", message.stage, message.run, message.reason[:200])
             self._forget(key)
@@ -169,20 +179,21 @@ class Volunteer:
                 if stage is None:
                     return
                 stage.accepted = True
-                if stage.state_hash not in stage.snapshots.values():
-                    self.store.delete(stage.state_hash)
+                self._discard(stage.state_hash)
                 self._post(message.run, message)
                 self._changed()
             case Refused():
                 stage = self.stages.get((message.run, message.stage))
                 if stage is not None and not stage.accepted:
-                    self.store.delete(stage.state_hash)
                     self._forget((message.run, message.stage))
                     self._post(message.run, message)
             case Snapshotted():
                 stage = self.stages.get((message.run, message.stage))
-                if stage is not None:
-                    stage.snapshots[message.tick] = message.state.hash
+                if stage is None:
+                    return self._discard(message.state.hash)
+                stage.snapshots[message.tick] = message.state.hash
+                while len(stage.snapshots) > SNAPSHOTS_KEPT:
+                    self._discard(stage.snapshots.pop(min(stage.snapshots)))
                 self._post(message.run, message)
             case StageStatus():
                 stage = self.stages.get((message.run, message.stage))
@@ -260,8 +271,6 @@ class Volunteer:
     async def drop_run(self, run: str, reason: str) -> None:
         for (r, number), stage in list(self.stages.items()):
             if r == run:
-                for blob in stage.snapshots.values():
-                    self.store.delete(blob)
                 self._forget((r, number))
                 await self._tell(stage.assignment.device, Drop(run=run, stage=number, reason=reason))
 
@@ -275,8 +284,17 @@ class Volunteer:
     # ---
 
     def _forget(self, key: Key) -> None:
-        if self.stages.pop(key, None) is not None:
+        """The stage is gone, and with it its bytes here: nobody is served a snapshot of a stage that is not hosted."""
+        stage = self.stages.pop(key, None)
+        if stage is not None:
+            self._discard(*stage.snapshots.values(), stage.state_hash)
             self._changed()
+
+    def _discard(self, *blobs: str) -> None:
+        """Delete those that no stage here has as a snapshot or waits to be built from."""
+        wanted = {b for s in self.stages.values() for b in (*s.snapshots.values(), *[s.state_hash] * (not s.accepted))}
+        for blob in set(blobs) - wanted:
+            self.store.delete(blob)
 
     def _post(self, run: str, message: msgspec.Struct) -> None:
         session = self.sessions.get(run)
@@ -302,7 +320,7 @@ class Volunteer:
         if hashlib.blake2b(raw, digest_size=32).hexdigest() != opdag_hash:
             raise RefusedError("admission", f"the OP-DAG's bytes do not have the signed hash {opdag_hash[:16]}")
         if sent:
-            path.write_bytes(sent)
+            write_atomic(path, sent)
             kept = sorted(self._opdags.iterdir(), key=lambda p: p.stat().st_mtime)
             for old in kept[:-OPDAGS_KEPT]:
                 old.unlink()
@@ -325,6 +343,4 @@ def _load_fences(path: Path) -> Fences:
 
 
 def _save_fences(path: Path, fences: Fences) -> None:
-    draft = path.with_suffix(".draft")
-    draft.write_bytes(msgspec.json.encode(fences.to_dict()))
-    draft.replace(path)
+    write_atomic(path, msgspec.json.encode(fences.to_dict()))

@@ -32,7 +32,17 @@ from peer.errors import BlobError, RefusedError
 from peer.executor_build import build
 from peer.executor_compute import ComputeThread, Hosted, Key, Snapshot
 from peer.executor_memory import MemoryLimit, gib, is_out_of_memory, limit_memory
-from peer.executor_protocol import Beat, FromExecutor, HostStage, Lease, Ready, Start, ToExecutor, Upload
+from peer.executor_protocol import (
+    MAX_PRIVATE_MESSAGE,
+    Beat,
+    FromExecutor,
+    HostStage,
+    Lease,
+    Ready,
+    Start,
+    ToExecutor,
+    Upload,
+)
 from peer.link_ends import LinkEvent
 from peer.links import Links
 from peer.protocol import (
@@ -55,6 +65,8 @@ log = logging.getLogger("peer.executor")
 
 BEAT_S = 2.0
 SEND_S = 30.0
+FETCH_S = 420.0  # for a stage's state; below the daemon's OFFER_S, which ends the whole executor
+MAX_MARKS = 16  # of one stage that are not served yet
 FOREVER_S = 1e9  # the daemon may have nothing to say for long; its end is seen as the end of the socketpair
 _DECODER: msgspec.msgpack.Decoder[ToExecutor] = msgspec.msgpack.Decoder(ToExecutor)
 
@@ -130,6 +142,12 @@ class Executor:
             )
             await self._say(answer)
             return
+        except Exception as error:  # the top of this task: whatever a stranger's offer provokes, it is answered
+            log.exception("stage %d of run %s could not be made", a.stage, a.run)
+            code = "busy" if isinstance(error, DhtError | OSError) else "admission"
+            reason = f"stage {a.stage}: {type(error).__name__}: {error}"[:500]
+            await self._say(Refused(code=code, reason=reason, stage=a.stage, run=a.run))
+            return
         finally:
             if self._building.get(key) is asyncio.current_task():
                 del self._building[key]
@@ -140,12 +158,16 @@ class Executor:
     async def _make(self, message: HostStage) -> tuple[Hosted, Accepted]:
         a, run = message.assignment, message.spec.run
         try:
-            path = await fetch_blob(
-                self._transport, self._store, run, message.state, max_bytes=self._limit.cap_bytes,
-                settings=self._settings,
-            )  # fmt: skip
+            async with asyncio.timeout(FETCH_S):
+                path = await fetch_blob(
+                    self._transport, self._store, run, message.state, max_bytes=self._limit.cap_bytes,
+                    settings=self._settings,
+                )  # fmt: skip
         except BlobError as error:
             raise RefusedError("state", f"stage {a.stage}: {error}") from error
+        except TimeoutError as error:
+            why = f"stage {a.stage}: its {message.state.size} bytes did not come within {FETCH_S:.0f} s"
+            raise RefusedError("state", why) from error
         job = self._compute.call(lambda: build(message, path, self._limit, self._start.threads))
         built = await asyncio.wrap_future(job)
         hosted = Hosted((run, a.stage), built.stage, message.numerics.threads)
@@ -217,7 +239,12 @@ class Executor:
         def deliver(snapshot: Snapshot | Exception) -> None:
             self._loop.call_soon_threadsafe(lambda: self._spawn(self._store_snapshot(hosted, mark, snapshot)))
 
-        self._compute.call(lambda: hosted.marks.__setitem__(mark.tick, deliver))
+        def note() -> None:
+            if len(hosted.marks) >= MAX_MARKS:
+                return deliver(ValueError(f"{MAX_MARKS} marks wait already: tick {mark.tick} is one too many"))
+            hosted.marks[mark.tick] = deliver
+
+        self._compute.call(note)
 
     async def _store_snapshot(self, hosted: Hosted, mark: Mark, snapshot: Snapshot | Exception) -> None:
         if isinstance(snapshot, Exception):
@@ -283,7 +310,7 @@ def _prepare_torch(start: Start) -> None:
 async def run(connection: socket.socket) -> None:
     """Until the daemon closes its end."""
     reader, writer = await asyncio.open_connection(sock=connection)
-    stream: MessageStream[ToExecutor] = MessageStream(reader, writer, _DECODER)
+    stream: MessageStream[ToExecutor] = MessageStream(reader, writer, _DECODER, limit=MAX_PRIVATE_MESSAGE)
     start = await stream.receive(timeout_s=60.0)
     if not isinstance(start, Start):
         raise SystemExit("the daemon did not say how to start")

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from fusion_p2p.admit import Caps, admit
-from fusion_p2p.errors import AdmissionError, InputError
+from fusion_p2p.errors import FusionError
 from fusion_p2p.ir import OpDag
 from fusion_p2p.snapshot import from_bytes
 from fusion_p2p.split import StageProgram, split
@@ -45,7 +45,9 @@ def build(host: HostStage, state_path: Path, limit: MemoryLimit, threads: int) -
     limit.reset_peak()
     try:
         return _build(host, state_path, limit, before)
-    except (AdmissionError, InputError) as error:
+    except RefusedError:
+        raise
+    except FusionError as error:
         raise RefusedError("admission", f"stage {host.assignment.stage} is refused: {error}") from error
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

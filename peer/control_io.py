@@ -13,6 +13,7 @@ import msgspec
 
 from peer.errors import WireError
 from peer.protocol import MAX_MESSAGE
+from peer.wire import CHUNK_BYTES
 
 T = TypeVar("T")
 _LENGTH = struct.Struct("<I")
@@ -33,28 +34,55 @@ class MessageStream(Generic[T]):
         self._turn = asyncio.Lock()
 
     async def send(self, message: msgspec.Struct, *, timeout_s: float) -> None:
-        """TimeoutError if the other side does not take it in time; ConnectionError when the stream is broken."""
+        """TimeoutError once the other side takes nothing for `timeout_s`; ConnectionError when the stream is broken.
+
+        The message is queued whole: a send that is cancelled leaves the stream in order.
+        """
         raw = msgspec.msgpack.encode(message)
         if len(raw) > self._limit:
             raise WireError(f"{type(message).__name__} of {len(raw)} bytes, at most {self._limit}")
-        async with asyncio.timeout(timeout_s), self._turn:
+        async with self._turn:  # whoever has it gives it up within `timeout_s` of the last byte that went
             self._writer.write(_LENGTH.pack(len(raw)) + raw)
-            await self._writer.drain()
+            left = self._writer.transport.get_write_buffer_size()
+            while True:
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        return await self._writer.drain()
+                except TimeoutError:
+                    before, left = left, self._writer.transport.get_write_buffer_size()
+                    if left >= before:
+                        raise
 
     async def receive(self, *, timeout_s: float) -> T | None:
-        """The next message, None at the end of the stream. TimeoutError after `timeout_s` without one."""
-        async with asyncio.timeout(timeout_s):
-            try:
-                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-                if length > self._limit:
-                    raise WireError(f"control message of {length} bytes announced, at most {self._limit}")
-                raw = await self._reader.readexactly(length)
-            except (asyncio.IncompleteReadError, ConnectionError):
-                return None
+        """The next message, None at the end of the stream. TimeoutError after `timeout_s` without a byte: a large
+        message on a slow link is no silence."""
+        head = await self._read(_LENGTH.size, timeout_s)
+        if head is None:
+            return None
+        (length,) = _LENGTH.unpack(head)
+        if length > self._limit:
+            raise WireError(f"control message of {length} bytes announced, at most {self._limit}")
+        raw = await self._read(length, timeout_s)
+        if raw is None:
+            return None
         try:
             return self._decoder.decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise WireError(f"malformed control message: {error}") from error
+
+    async def _read(self, count: int, timeout_s: float) -> bytes | None:
+        """`count` bytes, None if the stream ends before. Memory grows with what came, not with what was announced."""
+        data = bytearray()
+        while len(data) < count:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    piece = await self._reader.read(min(count - len(data), CHUNK_BYTES))
+            except ConnectionError:
+                return None
+            if not piece:
+                return None
+            data += piece
+        return bytes(data)
 
     def close(self) -> None:
         self._writer.close()

@@ -129,7 +129,8 @@ class ControlServer:
     async def _serve(self, stream: Stream) -> None:
         first = MessageStream(stream.reader, stream.writer, _DECODER, limit=MAX_HELLO)
         try:
-            hello = await first.receive(timeout_s=HELLO_S)
+            async with asyncio.timeout(HELLO_S):
+                hello = await first.receive(timeout_s=HELLO_S)
             if not isinstance(hello, Hello):
                 raise WireError("a control stream begins with a hello")
             if hello.version != PROTOCOL_VERSION:

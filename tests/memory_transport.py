@@ -48,6 +48,13 @@ class _Writer:
             self._theirs.feed_data(bytes(data))
             self._pipe.bytes += len(data)
 
+    @property
+    def transport(self) -> _Writer:
+        return self
+
+    def get_write_buffer_size(self) -> int:
+        return self._theirs.held
+
     async def drain(self) -> None:
         if self._pipe.closed:
             raise ConnectionResetError("stream closed")

@@ -22,6 +22,7 @@ from peer.links import Links
 
 log = logging.getLogger(__name__)
 
+TICKS_TAKEN = 1  # beyond the present one; a replay of a hundred ticks waits in the links, which bound it
 T = TypeVar("T")
 Key = tuple[str, int]
 Snapshot = dict[str, torch.Tensor]
@@ -42,7 +43,7 @@ class Hosted:
         links = self.links
         if links is None:
             return False
-        while (frame := links.get_nowait()) is not None:
+        while (frame := links.get_nowait(self.stage.tick + TICKS_TAKEN)) is not None:
             self.stage.offer(frame)
         self._snapshot()
         if not links.wait_room(0):

@@ -13,7 +13,7 @@ from fusion_p2p.errors import FrameError
 from fusion_p2p.frame import Frame
 from peer.channel import Inbox, Outbox
 from peer.channel_io import STREAM_ERRORS, Refusal, run_receiver, run_sender
-from peer.errors import ResumeGap, WireError
+from peer.errors import ResumeGap, StaleError, WireError
 from peer.protocol import Endpoint, data_protocol
 from peer.wire import WIRE_VERSION, Header, Open
 
@@ -182,7 +182,7 @@ class Receiver:
         if task.cancelled():
             return
         error = task.exception()
-        if isinstance(error, WireError | FrameError):
+        if isinstance(error, WireError | FrameError) and not isinstance(error, StaleError):
             self._links.report("frame", self.inbox.src, str(error))
         if error is not None:
             raise error

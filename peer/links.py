@@ -61,7 +61,7 @@ class Links:
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self._lock = threading.Lock()
-        self._arrived: deque[Frame] = deque()
+        self._arrived: dict[int, deque[Frame]] = {}  # by source: a source's frames come in the order of their ticks
         self._news = asyncio.Event()
         self._room = threading.Event()
         self._room.set()
@@ -168,12 +168,17 @@ class Links:
 
     # --- receiving
 
-    def get_nowait(self) -> Frame | None:
-        """The frame that came first, from any thread; None if there is none."""
+    def get_nowait(self, last_tick: int | None = None) -> Frame | None:
+        """A frame that has come, the oldest of its source, of a tick up to `last_tick`; None if there is none.
+
+        From any thread. What is not taken counts against its channel: a source far ahead is slowed down, not kept.
+        """
         with self._lock:
-            if not self._arrived:
+            queues = self._arrived.values()
+            queue = next((q for q in queues if q and (last_tick is None or q[0].tick <= last_tick)), None)
+            if queue is None:
                 return None
-            frame = self._arrived.popleft()
+            frame = queue.popleft()
         receiver = self._receivers[frame.src]
         if receiver.taken(len(frame.payload)) and self._loop is not None and not self._closed:
             self._loop.call_soon_threadsafe(receiver.room.set)
@@ -189,7 +194,7 @@ class Links:
 
     def deliver(self, frame: Frame) -> None:
         with self._lock:
-            self._arrived.append(frame)
+            self._arrived.setdefault(frame.src, deque()).append(frame)
         self._news.set()
         self._notify()
 

@@ -281,3 +281,39 @@ def test_a_done_frame_moves_every_cursor_to_the_next_tick(tick: int) -> None:
             assert b.cursors()[0].tick == tick + 1
 
     run(main())
+
+
+def test_ticks_far_ahead_wait_in_their_channel_and_hold_up_nobody_else() -> None:
+    """A replay sends a hundred ticks at once; a stage takes those that it can use, of every source."""
+
+    async def main() -> None:
+        network = Network()
+        ends = endpoint(0), endpoint(1), endpoint(2)
+        settings = ChannelSettings(beat_s=0.02, dead_s=5, ack_every_s=0.0, queue_bytes=20_000)
+        came = asyncio.Event()
+        async with (
+            links(network, ends[0], settings=settings) as a,
+            links(network, ends[2], settings=settings) as c,
+            links(network, ends[1], settings=settings, notify=came.set) as b,
+        ):
+            for end in (a, b, c):
+                end.update(ends, 1)
+            for tick in range(100):
+                await a.send(act(tick, 0, bytes(1000)))
+            while b.held_bytes() <= settings.queue_bytes:
+                came.clear()
+                await came.wait()
+            assert [_tick(b.get_nowait(3)) for _ in range(5)] == [0, 1, 2, 3, -1]
+            assert b.held_bytes() < 60_000  # the rest is not even read
+            await c.send(act(1, 0, b"", src=2))
+            while (frame := b.get_nowait(3)) is None:
+                came.clear()
+                await came.wait()
+            assert (frame.src, frame.tick) == (2, 1)
+            assert [f.tick for f in await take(b, 96)] == list(range(4, 100))
+
+    run(main())
+
+
+def _tick(frame: Frame | None) -> int:
+    return -1 if frame is None else frame.tick

@@ -53,10 +53,9 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class TickReport(msgspec.Struct, frozen=True):
-    """`state_hash`: BLAKE2b-256 hex of the stage's parameters after the update, or "" when not asked for."""
+    """Seconds that the stage spent in a tick; `update_s` is all that is neither forward, backward nor waiting."""
 
     forward_s: float
     backward_s: float
     update_s: float
     wait_s: float
-    state_hash: str = ""

@@ -257,6 +257,8 @@ class Stage:
             theirs = _decode(_NORMS, self._inbox.take(Slot(Kind.NORM, s, 0), self.tick), f"norms of stage {s}")
             if unknown := [n for n in theirs if n not in self._value_of or n in squares]:
                 raise FrameError(f"norms of stage {s} name {unknown[0]!r}, which is not its parameter")
+            if lies := [n for n, square in theirs.items() if square < 0]:
+                raise FrameError(f"norms of stage {s}: the square {theirs[lies[0]]} of {lies[0]!r} is negative")
             squares.update(theirs)
         norm = math.sqrt(sum(squares[name] for name in sorted(squares)))
         finite = math.isfinite(norm)

@@ -88,10 +88,19 @@ class BlobStore:
                     size += file.write(chunk)
                 file.flush()
                 os.fsync(file.fileno())
-            part.replace(self.path(hasher.hexdigest()))
+            self.keep(part, hasher.hexdigest())
         finally:
             part.unlink(missing_ok=True)
         return hasher.hexdigest(), size
+
+    def keep(self, part: Path, blob: str) -> None:
+        """Give a part, fsynced and verified, its name, so that it is there after a crash."""
+        part.replace(self.path(blob))
+        descriptor = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def get(self, ref: BlobRef) -> bytes:
         """The blob's bytes, verified. BlobError if it is not here or damaged."""
@@ -228,7 +237,7 @@ async def fetch_blob(
                     failures[holder] = str(error) or type(error).__name__
                     log.info("blob %s from %s: %s", ref.hash[:16], holder, failures[holder])
                     continue
-                if await asyncio.to_thread(_finish, part, store.path(ref.hash), ref):
+                if await asyncio.to_thread(_finish, part, store, ref):
                     return store.path(ref.hash)
                 failures[holder] = "its bytes do not match the hash"
             if attempt + 1 < ROUNDS:
@@ -277,7 +286,7 @@ def _append_to(part: Path) -> tuple[BinaryIO, int]:
     return file, file.tell()
 
 
-def _finish(part: Path, path: Path, ref: BlobRef) -> bool:
+def _finish(part: Path, store: BlobStore, ref: BlobRef) -> bool:
     """Check the hash, fsync, rename. A part that does not match is thrown away."""
     hasher = blob_hash()
     with part.open("rb") as file:
@@ -287,5 +296,5 @@ def _finish(part: Path, path: Path, ref: BlobRef) -> bool:
     if hasher.hexdigest() != ref.hash:
         part.unlink()
         return False
-    part.replace(path)
+    store.keep(part, ref.hash)
     return True

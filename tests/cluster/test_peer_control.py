@@ -111,7 +111,10 @@ class Trainer:
 
     async def host(self, peer: dict[str, Any], hello: Hello | None = None) -> Host:
         await self.transport.connect(peer["peer"], tuple(peer["addresses"]))
-        host = Host(self.transport, peer["peer"], on_status=self.statuses.append, on_fault=self.on_fault)
+        host = Host(
+            self.transport, peer["peer"], on_status=self.statuses.append, on_fault=self.on_fault,
+            channels=ChannelSettings(),
+        )  # fmt: skip
         await host.open(hello or self.hello())
         return host
 

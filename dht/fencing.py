@@ -47,7 +47,7 @@ class Fencing:
     ) -> None:
         self.board, self.machine = board, machine
         self.stand: Stand | None = None
-        self._busy, self._on_change = busy, on_change
+        self._busy, self._on_change, self._pace = busy, on_change, 1.0
         self.prober = Prober(
             board.transport, machine.beat, seen_at=lambda peer: seen_at(board, peer), may_probe=lambda: not busy()
         )
@@ -64,10 +64,13 @@ class Fencing:
         busy: Callable[[], bool] = lambda: False,
         on_change: Callable[[Stand], None] = lambda stand: None,
         emulate: Callable[[Prober], Probes] | None = None,
+        pace: float = 1.0,
     ) -> Fencing:
-        """Serves probes and begins to look around. `emulate` wraps the prober, in emulated networks."""
+        """Serves probes and begins to look around. In emulated networks `emulate` wraps the prober, and `pace` is the
+        share of the pauses between rounds that is waited for."""
         machine = FenceMachine(board.transport.peer_id, random.Random(), score=score)
         fencing = cls(board, machine, busy=busy, on_change=on_change)
+        fencing._pace = pace
         if emulate is not None:
             fencing.probes = emulate(fencing.prober)
         await fencing.prober.start()
@@ -99,7 +102,7 @@ class Fencing:
                 log.info("a round of the fence broke off: %s", error or f"not done in {_ROUND_LIMIT_S:g} s")
             except Exception:  # the top of this task: the peer must not lose its fence for ever
                 log.exception("a round of the fence failed")
-            await asyncio.sleep(pause_s * random.uniform(0.9, 1.1))
+            await asyncio.sleep(pause_s * self._pace * random.uniform(0.9, 1.1))
 
     async def _round(self) -> float:
         m, now = self.machine, self.board.clock.now

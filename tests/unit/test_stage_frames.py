@@ -17,7 +17,7 @@ from fusion_p2p.inbox import TICKS_AHEAD
 from fusion_p2p.optim import SGD
 from fusion_p2p.plan import LinkCodec, Numerics
 from fusion_p2p.release import cut_batch, release
-from fusion_p2p.snapshot import initial_state, weights, weights_blake2b
+from fusion_p2p.snapshot import PARAM, initial_state, weights, weights_blake2b
 from fusion_p2p.split import split
 from fusion_p2p.stage import Stage
 from tests.unit import stage_models as models
@@ -190,13 +190,49 @@ def test_any_bytes_end_in_a_frame_error_or_nothing(payload: bytes, kind: Kind) -
 
 
 def test_labels_outside_the_embedding_are_refused() -> None:
+    """By the trainer when it feeds them, and by a stage, whatever a trainer sends."""
     case = models.gpt2()
-    pipeline = case.pipeline(1)
-    batch = case.batch(0)
-    batch["input_ids"] = batch["input_ids"].clone()
-    batch["input_ids"][0, 0] = 50
-    with pytest.raises(FrameError, match=r"values .*50, allowed 0\.\.49"):
-        pipeline.train_step(batch)
+    dag, batch = case.captured.opdag, case.batch(0)
+    with pytest.raises(InputError, match=r"holds .*50, but the model indexes 0\.\.49"):
+        case.captured.feed(batch | {"input_ids": torch.full_like(batch["input_ids"], 50)})
+    (stage,) = case.pipeline(1).stages
+    sizes, parts = cut_batch(dag, {v: torch.full_like(x, 50) for v, x in case.captured.feed(batch).items()}, 2)
+    header = StepHeader(True, 0, sizes[:1])
+    for frame in release(dag, [stage.program], 0, header, parts[:1]):
+        stage.offer(frame)
+    with pytest.raises(FrameError, match=r"values 50\.\.50, allowed 0\.\.49"):
+        while stage.advance() is not None:
+            pass
+
+
+@pytest.mark.parametrize(("square", "words"), [(-1.0, "is negative"), (float("nan"), ""), (float("inf"), "")])
+def test_norms_that_lie_skip_the_step_or_end_in_a_frame_error(square: float, words: str) -> None:
+    stages = make_stages(2)
+    waiting = deque(f for f in released(stages) if f.tick == 0)
+
+    def parameters() -> str:  # batch norm's statistics go on though the update is skipped
+        return weights_blake2b({k: t for s in stages for k, t in s.snapshot().items() if k.startswith(PARAM)})
+
+    before = parameters()
+
+    def deliver() -> None:
+        while waiting or not all(s.waiting_for() for s in stages):
+            while waiting:
+                frame = waiting.popleft()
+                if frame.kind is Kind.NORM:
+                    norms = dict.fromkeys(msgspec.msgpack.decode(frame.payload), square)
+                    frame = changed(frame, payload=msgspec.msgpack.encode(norms))
+                stages[frame.dst].offer(frame)
+            for s in stages:
+                waiting.extend(f for f in s.advance() or () if f.dst != TRAINER)
+
+    if words:
+        with pytest.raises(FrameError, match=words):
+            deliver()
+        return
+    deliver()
+    assert [s.tick for s in stages] == [1, 1]
+    assert parameters() == before
 
 
 def test_snapshots_only_between_ticks() -> None:

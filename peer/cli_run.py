@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from peer.config import Config
+    from peer.lab.chaos import Fault
 
 EXIT_CODES = """Exit codes: 0 done, 1 a defect of this program or its host, 2 bad input (one line names the fix),
 3 the swarm was lost on the way, 4 paused: a peer was lost and no other could take its stage (resume it),
@@ -45,6 +46,14 @@ NoCompute = Annotated[bool, typer.Option("--no-compute", help="This machine's ow
 RunDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Run folder. Default: run.dir, else runs/NAME under this folder.")
 ]
+ChaosOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SEED[:FAULTS]",
+        help="With --local: let FAULTS (5) of the volunteers' processes be killed, frozen, cut off and so on while it "
+        "trains, and say whether the weights are those of an undisturbed run.",
+    ),
+]
 CheckpointOption = Annotated[
     Path | None, typer.Option(metavar="DIR", help="A step-… folder. Default: the run's newest checkpoint.")
 ]
@@ -60,14 +69,16 @@ def train(
     report: ReportOption = None,
     no_compute: NoCompute = False,
     run_dir: RunDir = None,
+    chaos: ChaosOption = None,
 ) -> None:
     """Start a run: share the model out, train it, save a checkpoint, show the curve and a sample."""
     from peer import config as configuration
 
     settings = _adjusted(configuration.load(config), swarm, local, steps, minutes, no_compute)
+    faults = _faults(settings, chaos)
     from peer import run_training  # torch comes with it: a bad configuration is answered before
 
-    _end(run_training.train(settings, run_dir=run_dir, report=report))
+    _end(run_training.train(settings, run_dir=run_dir, report=report, faults=faults))
 
 
 @app.command()
@@ -309,6 +320,18 @@ def _adjusted(
         if values:
             config = replace(config, section, **values)
     return config
+
+
+def _faults(config: Config, chaos: str | None) -> tuple[Fault, ...] | None:
+    """The schedule of --chaos, None without it."""
+    if chaos is None:
+        return None
+    from fusion_p2p.errors import InputError
+    from peer.lab.chaos import LEAST_ALIVE, parse, schedule
+
+    if config.swarm.local <= LEAST_ALIVE:
+        raise InputError(f"--chaos needs volunteers of its own to kill: give --local {LEAST_ALIVE + 2} or more")
+    return schedule(*parse(chaos), config.run.steps)
 
 
 def _request(run: str, command: Any) -> None:

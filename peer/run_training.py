@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -22,14 +22,18 @@ from dht.addresses import check_swarm_address
 from dht.errors import SwarmUnreachable
 from dht.home import last_swarm
 from fusion_p2p.errors import InputError
+from fusion_p2p.plan import Numerics
 from peer import checkpoint as checkpoints
 from peer.api import LocalSwarm, Run, RunPaused
 from peer.config import Config
 from peer.config_text import dump
 from peer.data import ArraySource, Batch, TokenSource
 from peer.data_open import OpenedData, open_data
-from peer.events import Sink, StepResult
+from peer.data_stream import as_source
+from peer.events import RunEvent, Sink, StepResult
 from peer.export import load_weights, sample_text
+from peer.lab.chaos import Chaos, Fault
+from peer.lab.undisturbed import undisturbed_weights
 from peer.models import build_model, context_of
 from peer.plot import curve
 from peer.run_control import ControlServer, TrainerLock
@@ -43,8 +47,17 @@ EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 SwarmChoice: TypeAlias = LocalSwarm | tuple[str, ...]
 
 
-def train(config: Config, *, run_dir: Path | None, report: Path | None, origin: Path | None = None) -> int:
+def train(
+    config: Config,
+    *,
+    run_dir: Path | None,
+    report: Path | None,
+    origin: Path | None = None,
+    faults: Sequence[Fault] | None = None,
+) -> int:
     """Start a run, from the weights of checkpoint `origin` if given; the exit code. Raises InputError.
+
+    `faults` befall its local swarm; then the exit code is 1 unless the weights are those of an undisturbed run.
 
     A run that cannot begin leaves nothing behind.
     """
@@ -60,7 +73,10 @@ def train(config: Config, *, run_dir: Path | None, report: Path | None, origin: 
         with TrainerLock(folder):
             _forget_failed_start(folder)
             write_atomic(folder / CONFIG, dump(_anchored(config)).encode("utf-8"))
-            return _Session(config, folder, swarm, report).run(origin)
+            session = _Session(config, folder, swarm, report)
+            if faults is not None and isinstance(swarm, LocalSwarm):
+                session.chaos = Chaos(swarm, faults, told=session.tell)
+            return session.run(origin)
     finally:
         if is_new and not RunFolder(folder).sets():
             shutil.rmtree(folder, ignore_errors=True)
@@ -130,6 +146,9 @@ class _Session:
         self._held_out: tuple[int, float] | None = None  # after so many steps, this loss
         self._asked = ""  # "pause" or "stop", heard on the control socket
         self._last: StepResult | None = None
+        self.chaos: Chaos | None = None
+        self._sinks: tuple[Sink, ...] = ()
+        self._trained: tuple[Numerics, str] | None = None  # under chaos: with what, and the weights' hash
 
     def run(self, origin: Path | None, *, resuming: bool = False) -> int:
         logging.getLogger("torch").setLevel(logging.ERROR)  # a refused model is one line of ours
@@ -156,7 +175,7 @@ class _Session:
             print(f"fusion-run: {error}", file=sys.stderr)
             return error.exit_code
         self._show_end(data, model)
-        return 0
+        return 0 if self._trained is None else self._compare(origin, *self._trained)
 
     def _train(self, data: OpenedData, model: nn.Module, resuming: bool) -> None:
         ratio = _bytes_per_token(data)
@@ -169,9 +188,14 @@ class _Session:
                 self._config.run.name, self._config.run.steps, deadline_s=self._deadline_s, bytes_per_token=ratio
             )
             stack.enter_context(view)
+            self._sinks = (*sinks, view)
             stack.enter_context(ControlServer(self._folder, self._status, self._hear_request))
+            if self.chaos is not None:
+                stack.enter_context(self.chaos)
             with self._open(data, model, [*sinks, view], resuming) as run:
                 self._loop(run, data)
+                if self.chaos is not None:
+                    self._trained = run.plan().numerics, run.report()["weights_blake2b"]
                 if self._asked == "pause":
                     raise _Paused(run.save())
                 self._evaluate(run, data)
@@ -215,6 +239,8 @@ class _Session:
             for result in steps:
                 self._last = result
                 done = result.step + 1
+                if self.chaos is not None:
+                    self.chaos.after(result.step, run.plan())
                 if self._asked or (self._deadline_s is not None and time.monotonic() >= self._deadline_s):
                     break
                 if done < c.run.steps:
@@ -245,6 +271,31 @@ class _Session:
     def _hint(self) -> str:
         begun = RunFolder(self._folder).sets()
         return f"continue with: fusion-run resume {self._folder}" if begun else "nothing was trained yet"
+
+    def tell(self, line: str) -> None:
+        """What chaos did, to the view and the logs."""
+        for sink in self._sinks:
+            sink(RunEvent(kind="chaos", text=line, time_s=time.time(), step=self._last.step if self._last else 0))
+
+    def _compare(self, origin: Path | None, numerics: Numerics, found: str) -> int:
+        """Train the same without faults in this process; 1 if the weights differ."""
+        data = open_data(self._config, self._folder, context_of(self._config))
+        model = build_model(self._config, data)
+        if origin is not None:
+            load_weights(model, checkpoints.load(origin)[1], str(origin))
+        steps = self._last.step + 1 if self._last is not None else 0
+        expected = undisturbed_weights(
+            model,
+            as_source(data.train, self._folder / "undisturbed"),
+            numerics=numerics,
+            optimizer=self._config.optimizer_spec(),
+            steps=steps,
+            seed=self._config.run.seed,
+        )
+        befell = len({f.step for f, _ in self.chaos.struck}) if self.chaos is not None else 0
+        print(f"chaos: {befell} faults in {steps} steps; weights_blake2b {found}")
+        print(f"chaos: undisturbed {expected}: {'equal' if found == expected else 'NOT EQUAL'}")
+        return 0 if found == expected else 1
 
     def _status(self) -> str:
         if self._last is None:

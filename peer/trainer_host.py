@@ -96,7 +96,10 @@ class Host:
         return answer
 
     async def serve(self) -> None:
-        """Read and beat until the link ends; then every waiter and the caller get the same HostLost."""
+        """Read and beat until the link ends; then every waiter and the caller get the same HostLost.
+
+        RunPaused if another session of this run took over.
+        """
         beats = asyncio.create_task(self._beat())
         try:
             await self._read()
@@ -179,6 +182,8 @@ class Host:
                     _settle(self._marks.get((stage, tick)), message)
                 case StageFault():
                     self._on_fault(self.peer, message)
+                case Refused(code="lease"):
+                    raise RunPaused(f"paused: {message.reason}; this session was replaced and ends")
                 case Refused():
                     raise WireError(f"refuses ({message.code}): {message.reason}")
                 case _:

@@ -1,0 +1,189 @@
+"""Peers die, freeze, are cut off, slow down, leave and come; the weights do not notice (DESIGN section 2)."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fusion_p2p
+from peer.api import LocalSwarm, Run
+from peer.data_stream import as_source
+from peer.events import RunEvent
+from peer.lab.chaos import KINDS, Chaos, Fault, Kind, schedule
+from peer.lab.undisturbed import undisturbed_weights
+from tests.cluster import plain
+
+ADAMW = fusion_p2p.AdamW(lr=3e-3, clip_norm=1.0)
+PEERS, STAGES, SAVE_EVERY = 5, 4, 10
+BEAT_S, DEAD_S = 1.0, 4.0
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setenv("FUSION_HOME", str(tmp_path / "home"))
+
+
+def with_faults(faults: tuple[Fault, ...], steps: int, **options: Any) -> tuple[dict[str, Any], Chaos, Run]:
+    """Train the tiny GPT-2 for `steps` steps under `faults`; the report."""
+    settings: dict[str, Any] = {"stages": STAGES, "compression": "none"} | options
+    with (
+        LocalSwarm(peers=PEERS, beat_s=BEAT_S, dead_s=DEAD_S) as swarm,
+        Chaos(swarm, faults, told=print) as chaos,
+        Run(
+            plain.gpt2(),
+            data=plain.token_batches(steps, 8),
+            optimizer=ADAMW,
+            micro_batches=4,
+            micro_batch_size=2,
+            swarm=swarm,
+            save_every=SAVE_EVERY,
+            recover_s=120.0,
+            on=[lambda h: print(f"{h.kind}: {h.text}") if isinstance(h, RunEvent) else None],
+            **settings,
+        ) as run,
+    ):
+        for step in run.steps(steps):
+            chaos.after(step.step, run.plan())
+        return run.report() | {"numerics": run.plan().numerics}, chaos, run
+
+
+def check(report: dict[str, Any], steps: int, tmp_path: Path) -> None:
+    """Every sample counted once, and the weights are those of an undisturbed run with the same numerics."""
+    assert [s["step"] for s in report["steps"]] == list(range(steps))
+    expected = undisturbed_weights(
+        plain.gpt2(),
+        as_source(plain.token_batches(steps, 8), tmp_path / "spool"),
+        numerics=report["numerics"],
+        optimizer=ADAMW,
+        steps=steps,
+    )
+    assert report["weights_blake2b"] == expected
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("seed", "compression"), [(2, "none"), (6, "topk-masked:0.2")])
+def test_sixty_steps_and_five_faults(tmp_path: Path, seed: int, compression: str) -> None:
+    faults = schedule(seed, 5, 60)
+    report, chaos, _ = with_faults(faults, 60, compression=compression)
+    assert {f.step for f, _ in chaos.struck} == {f.step for f in faults}
+    check(report, 60, tmp_path)
+    if compression != "none":
+        assert {c.codec for c in report["numerics"].codecs} == {compression}
+
+
+@pytest.mark.timeout(300)
+def test_what_wakes_too_late_counts_for_nothing(tmp_path: Path) -> None:
+    """A host is frozen, replaced, and wakes while its replacement works; another one is cut off and healed."""
+    faults = tuple(Fault(step=step, kind=kind, pick=pick, steps=6) for step, kind, pick in _FROZEN)
+    report, chaos, _ = with_faults(faults, 50)
+    assert len(chaos.struck) == len(faults)
+    lost = [e for e in report["events"] if e["kind"] == "lost"]
+    assert {e["peer"] for e in lost} >= {peer for _, peer in chaos.struck}
+    assert all("silent" in e["text"] for e in lost)
+    check(report, 50, tmp_path)
+
+
+_FROZEN: list[tuple[int, Kind, int]] = [(12, "freeze", 1), (25, "cut", 2)]
+
+
+@pytest.mark.timeout(300)
+def test_neighbours_killed_together(tmp_path: Path) -> None:
+    faults = (Fault(step=24, kind="neighbours", pick=1, steps=0), Fault(step=25, kind="kill", pick=0, steps=0))
+    report, chaos, _ = with_faults(faults, 40)
+    assert len(chaos.struck) == 3
+    check(report, 40, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(3))
+def test_three_hundred_steps_and_twenty_five_faults(tmp_path: Path, seed: int) -> None:
+    report, _, _ = with_faults(schedule(seed, 25, 300), 300, compression="topk-masked:0.2")
+    check(report, 300, tmp_path)
+
+
+def test_a_schedule_is_a_function_of_its_seed() -> None:
+    assert schedule(7, 25, 300) == schedule(7, 25, 300) != schedule(8, 25, 300)
+    assert {f.kind for f in schedule(7, len(KINDS), 60)} == set(KINDS)
+    assert all(a.step < b.step for a, b in itertools.pairwise(schedule(1, 25, 300)))
+
+
+TRAINER = """
+import sys, torch
+import fusion_p2p
+from tests.cluster import plain
+torch.set_num_threads(1)
+folder, steps, *addresses = sys.argv[1:]
+settings = dict(data=plain.token_batches(int(steps), 8), swarm=addresses, run_dir=folder, compute=False, save_every=10)
+make = dict(stages=4, compression="none", micro_batches=4, micro_batch_size=2)
+adamw = fusion_p2p.AdamW(lr=3e-3, clip_norm=1.0)
+with fusion_p2p.Run(plain.gpt2(), optimizer=adamw, **make, **settings) as run:
+    for step in run.steps(int(steps)):
+        print(step.step, flush=True)
+    print(run.report()["weights_blake2b"], flush=True)
+"""
+
+
+def start_trainer(folder: Path, steps: int, swarm: LocalSwarm) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", TRAINER, str(folder), str(steps), *swarm.addresses]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(trainer: subprocess.Popen[str], step: int) -> None:
+    assert trainer.stdout is not None
+    for line in trainer.stdout:
+        if line.strip() == str(step):
+            return
+    raise AssertionError(f"the trainer ended: {trainer.communicate()[1]}")
+
+
+def resume(folder: Path, steps: int, swarm: LocalSwarm) -> tuple[dict[str, Any], float]:
+    """Go on to the end; the report, and the seconds from opening to the first step that was not done before."""
+    begin = time.monotonic()
+    first_s = 0.0
+    data = plain.token_batches(steps, 8)
+    addresses = list(swarm.addresses)
+    with Run.resume(folder, data=data, swarm=addresses, compute=False, save_every=SAVE_EVERY) as run:
+        for _ in run.steps(steps - run.step):
+            first_s = first_s or time.monotonic() - begin
+        return run.report() | {"numerics": run.plan().numerics}, first_s
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_trainer_goes_on(tmp_path: Path) -> None:
+    with LocalSwarm(peers=PEERS) as swarm:
+        trainer = start_trainer(tmp_path / "run", 40, swarm)
+        wait_for_step(trainer, 17)
+        trainer.kill()
+        trainer.communicate()
+        report, first_s = resume(tmp_path / "run", 40, swarm)
+    print(f"first step {first_s:.1f} s after the restart")
+    assert [s["step"] for s in report["steps"]] == list(range(10, 40))
+    expected = undisturbed_weights(
+        plain.gpt2(),
+        as_source(plain.token_batches(40, 8), tmp_path / "spool"),
+        numerics=report["numerics"],
+        optimizer=ADAMW,
+        steps=40,
+    )
+    assert report["weights_blake2b"] == expected
+
+
+@pytest.mark.timeout(300)
+def test_a_second_trainer_takes_over_by_name(tmp_path: Path) -> None:
+    """The same run started twice: the newer session leads, the older one ends with a line that says so."""
+    with LocalSwarm(peers=PEERS) as swarm:
+        older = start_trainer(tmp_path / "run", 2_000, swarm)
+        wait_for_step(older, 12)
+        report, _ = resume(tmp_path / "run", 40, swarm)
+        said = older.communicate(timeout=30)[1]
+    assert older.returncode != 0 and "RunPaused" in said and "is led by trainer" in said
+    assert report["steps"][-1]["step"] == 39

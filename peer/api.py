@@ -91,7 +91,8 @@ class Run:
     stages: None lets the planner choose; each volunteer of a LocalSwarm gets one. compression: "adatopk" compresses
     links that would hold the pipeline up, and only as far as needed; "none"; "adatopk-paper" and "topk:100" are the
     published rules; a codec's name ("int8", "rotated:4/2", ...) holds for every cut.
-    numerics: "pinned" keeps the first plan's numerics to the end.
+    numerics: "pinned" keeps the first plan's numerics to the end. dtype: "bfloat16" computes in it, weights stay
+    float32. recompute: activations are computed again in the backward instead of kept; changes no bit.
     allow_peers: only these peer ids see the run. compute: this machine hosts stages too, where `swarm` is an address.
     save_every: steps between complete sets in run_dir (None: a temporary folder). recover_s: how long a lost stage may
     wait for a new host before the run pauses. on: sinks that hear every happening, on the run's own thread.
@@ -117,6 +118,7 @@ class Run:
         compression: str = "adatopk",
         numerics: str = "pinned",
         dtype: str = "float32",
+        recompute: bool = False,
         threads: int = 1,
         allow_peers: Sequence[str] = (),
         compute: bool = True,
@@ -136,7 +138,12 @@ class Run:
         self._name, self._description, self._seed = name, description, seed
         self._optimizer = _optimizer(optimizer, model, clip_norm)
         self._numerics = Numerics(
-            cuts=(), micro_batches=micro_batches, micro_batch_size=micro_batch_size, dtype=dtype, threads=threads
+            cuts=(),
+            micro_batches=micro_batches,
+            micro_batch_size=micro_batch_size,
+            dtype=dtype,
+            threads=threads,
+            recompute=recompute,
         )
         self._swarm, self._stages, self._allow_peers, self._compute = swarm, stages, tuple(allow_peers), compute
         self._save_every, self._recover_s, self._total_steps = save_every, recover_s, total_steps
@@ -394,14 +401,17 @@ class Run:
         held.update((alias, held[name]) for alias, name in dag.aliases.items())
         return {n: t for n, t in held.items() if n not in hidden and dag.aliases.get(n) not in hidden}
 
-    def export(self, out: str | os.PathLike[str]) -> list[str]:
-        """Load the weights into the model and write it as a folder that `from_pretrained` loads; its files."""
+    def export(self, out: str | os.PathLike[str], *, adapter: bool = False) -> list[str]:
+        """Load the weights into the model and write it as a folder that `from_pretrained` loads; its files.
+
+        adapter: only the adapter of a peft model; else an adapter is merged into what is written.
+        """
         from peer.export import export, load_weights
 
         if self._model is None:
             raise InputError("export needs the model: Run.resume(run_dir, model=model, data=...)")
         load_weights(self._model, self.state_dict(), "the run's state")
-        return export(self._model, Path(out))
+        return export(self._model, Path(out), adapter=adapter)
 
     def report(self) -> dict[str, Any]:
         """Per-step loss and step_time_s, tokens_per_s, the plan, bytes_sent per link, events, weights_blake2b."""

@@ -222,12 +222,13 @@ def export(
     run: Run,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for config.json, model.safetensors, …")],
     checkpoint: CheckpointOption = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter of a peft (LoRA) model.")] = False,
 ) -> None:
-    """Write a checkpoint as a folder that transformers' from_pretrained loads."""
+    """Write a checkpoint as a folder that transformers' from_pretrained loads (an adapter merged in)."""
     from peer.run_index import find_run
     from peer.run_inspect import export as export_run
 
-    print(f"{out}: {', '.join(export_run(find_run(run), checkpoint, out))}")
+    print(f"{out}: {', '.join(export_run(find_run(run), checkpoint, out, adapter=adapter))}")
 
 
 @app.command()

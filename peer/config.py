@@ -137,6 +137,9 @@ class NumericsSection(Section, frozen=True):
     dtype: Annotated[
         Literal["float32", "bfloat16"], Meta(description="compute type; bfloat16 is for GPUs, weights stay float32")
     ] = "float32"
+    recompute: Annotated[
+        bool, Meta(description="compute activations again in the backward: less memory, a third more work, same bits")
+    ] = False
     threads: Annotated[int, Meta(description="CPU threads per stage", ge=1, le=256)] = 1
 
 

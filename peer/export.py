@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -28,23 +29,26 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], source: 
         raise InputError(f"{source} does not fit the configured model: {reason}") from e
 
 
-def export(model: nn.Module, out: Path, tokenizer_folder: Path | None = None) -> list[str]:
+def export(model: nn.Module, out: Path, tokenizer_folder: Path | None = None, *, adapter: bool = False) -> list[str]:
     """Write `model` to the new folder `out`; the names of its files. Raises InputError if `out` holds something.
 
-    A transformers model gets config.json and model.safetensors, any other its weights alone. The tokenizer.json of
-    `tokenizer_folder`, if there is one, goes along so that AutoTokenizer finds it.
+    A transformers model gets config.json and model.safetensors, any other its weights alone. A peft model is written
+    with its adapter merged into the base; `adapter` writes the adapter alone, as `PeftModel.from_pretrained` loads it.
+    The tokenizer.json of `tokenizer_folder`, if there is one, goes along so that AutoTokenizer finds it.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists already; give an empty or a new folder")
     inner = model.model if isinstance(model, ImageClassifier) else model
+    if adapter and not _is_peft(inner):
+        raise InputError(f"{type(inner).__name__} has no adapter: wrap it with peft.get_peft_model, or export it whole")
     partial = out.with_name(f".{out.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_pretrained: Any = getattr(inner, "save_pretrained", None)
-    if save_pretrained is not None:
-        save_pretrained(str(partial))
+    if adapter:
+        # "auto" would ask the hub whether the vocabulary grew
+        _call(inner, "save_pretrained", str(partial), save_embedding_layers=False)
     else:
-        safetensors.torch.save_model(inner, str(partial / "model.safetensors"))
+        _save_whole(_call(copy.deepcopy(inner), "merge_and_unload") if _is_peft(inner) else inner, partial)
     if tokenizer_folder is not None and (tokenizer_folder / TOKENIZER_FILE).exists():
         shutil.copyfile(tokenizer_folder / TOKENIZER_FILE, partial / TOKENIZER_FILE)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -53,6 +57,23 @@ def export(model: nn.Module, out: Path, tokenizer_folder: Path | None = None) ->
         out.rmdir()
     os.replace(partial, out)
     return sorted(p.name for p in out.iterdir())
+
+
+def _is_peft(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "merge_and_unload")
+
+
+def _call(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
+    """A method that only some of transformers' and peft's classes have."""
+    function: Any = getattr(model, method)
+    return function(*args, **kwargs)
+
+
+def _save_whole(model: nn.Module, folder: Path) -> None:
+    if hasattr(model, "save_pretrained"):
+        _call(model, "save_pretrained", str(folder))
+    else:
+        safetensors.torch.save_model(model, str(folder / "model.safetensors"))
 
 
 @torch.no_grad()

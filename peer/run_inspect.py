@@ -52,7 +52,7 @@ def sample(folder: Path, checkpoint: Path | None, **choices: Any) -> str:
     return sample_text(model, data.tokenizer, context=context_of(config), **choices)
 
 
-def export(folder: Path, checkpoint: Path | None, out: Path) -> list[str]:
-    """Write a checkpoint for transformers' from_pretrained; the names of the files."""
+def export(folder: Path, checkpoint: Path | None, out: Path, *, adapter: bool = False) -> list[str]:
+    """Write a checkpoint for transformers' from_pretrained, or a peft model's adapter alone; the files' names."""
     _, _, model, _ = trained_model(folder, checkpoint)
-    return export_model(model, out, folder)
+    return export_model(model, out, folder, adapter=adapter)

@@ -228,6 +228,7 @@ class _Session:
             seed=c.run.seed,
             run_dir=self._folder,
             dtype=c.numerics.dtype,
+            recompute=c.numerics.recompute,
             threads=c.numerics.threads,
             **common,
         )

@@ -102,6 +102,22 @@ def test_train_gpt2_py(place: Path) -> None:
     assert (place / "gpt2-woodchuck" / "config.json").exists()
 
 
+def test_finetune_lora_py(place: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "finetune_lora.py", "--steps", "2"],
+        cwd=place,
+        env=environment(place),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "step 1: loss 5." in done.stdout
+    written = {p.name for p in (place / "lora-shells").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= written and "model.safetensors" not in written
+
+
 SMALL = """
 [run]
 name = "cats"

@@ -122,17 +122,6 @@ def _plan(
         for k, (h, (a, b)) in enumerate(zip(hosts, spans, strict=True))
     )
     used = {h.peer for h in hosts}
-    reasons = [
-        f"stage {k}: operators' atoms {a}..{b - 1}, {p.score.stage_s[k] * 1e3:.3g} ms a micro-batch, "
-        f"{_mib(load.bytes(a, b, windows[k]))} of {_mib(h.memory_bytes)}"
-        for k, (h, (a, b)) in enumerate(zip(hosts, spans, strict=True))
-    ]
-    reasons += [*choices_of(p), *why, *sources(offers, request.links)]
-    reasons += [
-        f"{o.peer}: its trial step took {o.correction:.2g} times what its record promises"
-        for o in offers
-        if o.correction != 1.0
-    ]
     return Plan(
         number=request.number,
         epoch=request.epoch,
@@ -141,8 +130,36 @@ def _plan(
         spares=tuple(dict.fromkeys(o.peer for o in offers if o.peer not in used)),
         mark_interval=request.mark_interval,
         prediction=_prediction(p),
-        reasons=tuple(_short(r, offers) for r in reasons),
+        reasons=_reasons(
+            p, [load.bytes(a, b, w) for (a, b), w in zip(spans, windows, strict=True)], offers, request, why
+        ),
     )
+
+
+def _reasons(
+    p: Proposal,
+    stage_bytes: Sequence[int],
+    offers: Sequence[DeviceOffer],
+    request: PlanRequest,
+    why: Sequence[str],
+) -> tuple[str, ...]:
+    """`why`: of the codecs. Peers are named by the end of their id, as everywhere."""
+    devices, lines = [p.network.devices[h] for h in p.chain.hosts], []
+    for k, (a, b) in enumerate(pairwise(p.chain.bounds(p.workload.atoms))):
+        lines.append(
+            f"stage {k}: operators' atoms {a}..{b - 1}, {p.score.stage_s[k] * 1e3:.3g} ms a micro-batch, "
+            f"{_mib(stage_bytes[k])} of {_mib(devices[k].memory_bytes)}"
+        )
+    lines += [*choices_of(p), *why, *sources(offers, request.links)]
+    lines += [
+        f"{o.peer}: its trial step took {o.correction:.2g} times what its record promises"
+        for o in offers
+        if o.correction != 1.0
+    ]
+    peers = {o.peer: o.peer[-8:] for o in offers}
+    for peer, short in peers.items():
+        lines = [line.replace(peer, short) for line in lines]
+    return tuple(lines)
 
 
 def _prediction(p: Proposal) -> Prediction:
@@ -155,14 +172,8 @@ def _prediction(p: Proposal) -> Prediction:
         "shared weights": s.shared_s,
         "waiting for the slowest": (p.costs.m - 1) * s.bottleneck_s,
     }
-    return Prediction(p.step_s, {name: seconds for name, seconds in parts.items() if seconds > 0}, p.lower_bound_s)
-
-
-def _short(text: str, offers: Sequence[DeviceOffer]) -> str:
-    """Peers by the end of their id, as everywhere."""
-    for peer in {o.peer for o in offers}:
-        text = text.replace(peer, peer[-8:])
-    return text
+    shown = {name: seconds for name, seconds in parts.items() if seconds > 0}
+    return Prediction(p.step_s, shown, min(p.lower_bound_s, p.step_s))  # the bound is of the formula
 
 
 def _workload(atoms: Sequence[Atom], request: PlanRequest) -> Workload:
@@ -202,11 +213,16 @@ def revise(
     if not wrong:
         return plan, list(offers)
     offers = [replace(o, correction=o.correction * wrong.get((o.peer, o.device), 1.0)) for o in offers]
-    same = msgspec.structs.replace(plan, prediction=_prediction(_again(plan, atoms, offers, request)))
     other = make_plan(atoms, offers, replace(request, number=plan.number + 1))
-    assert other.prediction is not None and same.prediction is not None
-    pays = other.prediction.step_time_s < WORTH * same.prediction.step_time_s
-    return (other if pays else same), offers
+    now = _again(plan, atoms, offers, request)
+    if other.prediction is None or other.prediction.step_time_s < WORTH * now.step_s:
+        return other, offers
+    sizes = [stage_bytes(plan, k, atoms, request.state_factor) for k in range(plan.numerics.stages)]
+    why = [r for r in plan.reasons if r.startswith("link ")]
+    now = replace(now, lower_bound_s=other.prediction.lower_bound_s)
+    return msgspec.structs.replace(
+        plan, prediction=_prediction(now), reasons=_reasons(now, sizes, offers, request, why)
+    ), offers
 
 
 def _again(plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> Proposal:
@@ -220,9 +236,8 @@ def _again(plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer], req
         ladder=ladder_for("none", ()),
     )
     chain, score = costs.fit(tuple(place[p.peer, p.device] for p in plan.placement), plan.numerics.cuts)
-    bound_s = plan.prediction.lower_bound_s if plan.prediction is not None else 0.0
     best = Best(chain, score, chain.hosts, score.bottleneck_s)
-    return with_rungs(finish(costs, Searched([best], bound_s, ()), Constraints()), rungs)
+    return with_rungs(finish(costs, Searched([best], 0.0, ()), Constraints()), rungs)
 
 
 # --- losses

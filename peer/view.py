@@ -109,12 +109,29 @@ class Picture:
             rows.append(Text(f"loss {spark(self._losses, 60)}  {self.held_out()}", style="cyan"))
         if self.plan is not None:
             rows.append(self._stages(self.plan))
+            rows.append(Text(self._pace(self.plan), style="dim"))
         if self.links.sent:
             busiest = sorted(self.links.sent.items(), key=lambda link: -link[1])[:_LINKS_SHOWN]
             total = _bytes(sum(self.links.sent.values()))
-            rows.append(Text(f"sent {total}: " + "  ".join(f"{_link(k)} {_bytes(v)}" for k, v in busiest)))
+            codecs = self._codecs()
+            rows.append(
+                Text(f"sent {total}: " + "  ".join(f"{_link(k)}{codecs.get(k, '')} {_bytes(v)}" for k, v in busiest))
+            )
         rows += [Text(f"{_clock(e.time_s)}  {e.text}", style="dim") for e in self.events]
         return Panel(Group(*rows), title=f"run {self.name}", title_align="left")
+
+    def _pace(self, plan: Plan) -> str:
+        """The plan's prediction beside what steps take."""
+        if plan.prediction is None:
+            return ""
+        took = [s.step_time_s for s in self._recent]
+        measured = f"; the last {len(took)} took {sum(took) / len(took):.3g} s" if took else ""
+        return f"{plan.prediction.explain()}{measured}"
+
+    def _codecs(self) -> dict[str, str]:
+        """What each direction of a link between stages is compressed with."""
+        named = self.plan.numerics.codecs if self.plan is not None else ()
+        return {f"{a}-{b}": f" {c.codec}" for c in named for a, b in ((c.src, c.dst), (c.dst, c.src))}
 
     def _stages(self, plan: Plan) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0))

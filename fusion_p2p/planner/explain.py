@@ -75,7 +75,7 @@ def _bottleneck(p: Proposal) -> str:
 
 
 def _crossings(p: Proposal) -> list[str]:
-    if len(p.chain.hosts) < 2:
+    if len(p.chain.hosts) < 2 or len(p.fences) < 2:
         return []
     fence_of = {d: n for n, f in enumerate(p.fences) for d in f}
     hops = [(a, b) for a, b in pairwise(p.chain.hosts) if fence_of.get(a) != fence_of.get(b)]

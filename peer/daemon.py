@@ -20,7 +20,7 @@ from dht.fencing import Fencing
 from dht.home import remember_swarm
 from dht.node import Board
 from dht.p2p import P2PTransport
-from peer import preflight
+from peer import caps, preflight
 from peer.blobs import BlobStore, serve_blobs
 from peer.channel_io import ChannelSettings
 from peer.daemon_session import ControlServer
@@ -54,6 +54,8 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     vram_bytes: int = 0
     threads: int
     upload_bytes_per_s: float | None = None
+    disk_bytes: int | None = None
+    monthly_bytes: int | None = None
     policy: Policy
     beat_s: float = 2.0
     dead_s: float = 8.0
@@ -89,6 +91,8 @@ class Daemon:
         self._addresses: tuple[str, ...] = ()
         self._seen_peers: int | None = None
         self._fencing: Fencing | None = None
+        self._month = caps.MonthlyCap(options.home, options.monthly_bytes)
+        self._p2pd_pid: Callable[[], int | None] = lambda: None
         self._reach: Literal["", "direct", "relay", "none"] = ""
 
     def leave(self) -> None:
@@ -103,6 +107,7 @@ class Daemon:
         transport = await p2p.start(o.home / "identity", host_addresses=o.listen, bootstrap=o.bootstrap)
         try:
             self._addresses = await transport.addresses()
+            self._p2pd_pid = lambda: transport.p2pd_pid
             await preflight.refuse_second_host(transport, None, o.home / "identity")
             board = await Board.start(transport)
             try:
@@ -202,8 +207,10 @@ class Daemon:
             volunteer = self._volunteer
             await volunteer.check_leases(self._options.dead_s, LEASE_S)
             volunteer.check_offers()
+            self._look_at_caps()
             if volunteer.stages and not self._may_compute():
-                await volunteer.evict(f"this volunteer computes at {volunteer.policy.hours} only")
+                why = volunteer.policy.over_cap or f"this volunteer computes at {volunteer.policy.hours} only"
+                await volunteer.evict(why)
             self._publish(board)
             if at % 8 == 1:
                 try:
@@ -213,9 +220,17 @@ class Daemon:
             at += 1
             await asyncio.sleep(ROUND_S)
 
+    def _look_at_caps(self) -> None:
+        o, v = self._options, self._volunteer
+        self._month.look(self._p2pd_pid(), caps.this_month())
+        why = self._month.over() or caps.over_disk(o.home / "blobs", o.disk_bytes)
+        if why != v.policy.over_cap:
+            log.warning("%s", why or "within its caps again")
+            v.policy = msgspec.structs.replace(v.policy, over_cap=why)
+
     def _may_compute(self) -> bool:
         policy = self._volunteer.policy
-        return not policy.paused and within_hours(policy.hours, minute_of_day())
+        return not policy.paused and not policy.over_cap and within_hours(policy.hours, minute_of_day())
 
     def _state(self) -> Literal["free", "busy", "paused"]:
         if not self._may_compute():

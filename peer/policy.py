@@ -34,6 +34,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     hours: str = ""
     memory_bytes: int = 0
     paused: bool = False
+    over_cap: str = ""  # why it takes nothing now: a cap on disk or on the month's traffic
 
 
 def check_owner(text: str) -> str:
@@ -66,6 +67,8 @@ def check_run(policy: Policy, spec: RunSpec, minute_of_day: int) -> None:
         raise RefusedError("policy", f"this volunteer takes runs of named owners only, not of {owner[:16]}")
     if policy.paused:
         raise RefusedError("policy", "this volunteer is paused")
+    if policy.over_cap:
+        raise RefusedError("policy", f"this volunteer takes nothing now: {policy.over_cap}")
     if not within_hours(policy.hours, minute_of_day):
         raise RefusedError("policy", f"this volunteer computes at {policy.hours} only")
 

@@ -1,0 +1,88 @@
+"""Caps on what a volunteer gives in the long run: traffic a month, disk. Read from outside the processes that use it.
+
+Traffic is what p2pd read, as the kernel counts it: each byte of a stream passes it once, whichever way.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+
+class Traffic(msgspec.Struct):
+    """traffic.json: what passed in a month, "2026-11"; kept over restarts."""
+
+    month: str = ""
+    total_bytes: int = 0
+
+
+def process_read_bytes(pid: int, proc: Path = Path("/proc")) -> int | None:
+    """What the kernel counts as read by this process since its start; None where it does not tell."""
+    try:
+        for line in (proc / str(pid) / "io").read_text("ascii").splitlines():
+            if line.startswith("rchar:"):
+                return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+class MonthlyCap:
+    """`cap_bytes` None: no cap; it still counts. `look` now and then, with p2pd's process id."""
+
+    def __init__(self, folder: Path, cap_bytes: int | None) -> None:
+        self._file, self.cap_bytes = folder / "traffic.json", cap_bytes
+        self._last: tuple[int, int] = (0, 0)  # (process, what it had read)
+        try:
+            self.traffic = msgspec.json.decode(self._file.read_bytes(), type=Traffic)
+        except (OSError, msgspec.DecodeError):
+            self.traffic = Traffic()
+
+    def look(self, pid: int | None, month: str) -> None:
+        read = None if pid is None else process_read_bytes(pid)
+        if pid is None or read is None:
+            return
+        last_pid, last = self._last
+        new = read - last if pid == last_pid else read
+        self._last = (pid, read)
+        if month != self.traffic.month:
+            self.traffic = Traffic(month)
+        if new <= 0:
+            return
+        self.traffic.total_bytes += new
+        draft = self._file.with_name(".traffic.json")
+        draft.write_bytes(msgspec.json.encode(self.traffic))
+        draft.replace(self._file)
+
+    def over(self) -> str:
+        """Why no more may pass in this month; "" while it may."""
+        if self.cap_bytes is None or self.traffic.total_bytes < self.cap_bytes:
+            return ""
+        return f"{self.traffic.total_bytes / 1e9:.1f} of {self.cap_bytes / 1e9:.1f} GB (--monthly-gb) passed this month"
+
+
+def this_month() -> str:
+    return time.strftime("%Y-%m")
+
+
+def held_bytes(folder: Path) -> int:
+    """What the files of a folder take; those that vanish meanwhile count nothing."""
+    total = 0
+    for path in folder.iterdir() if folder.is_dir() else ():
+        try:
+            total += path.stat().st_size
+        except OSError:
+            continue
+    return total
+
+
+def over_disk(folder: Path, cap_bytes: int | None) -> str:
+    """Why nothing more may be kept there; "" while it may."""
+    if cap_bytes is None:
+        return ""
+    held = held_bytes(folder)
+    if held <= cap_bytes:
+        return ""
+    return f"{held / 2**30:.2f} GiB are held for others, more than --disk {cap_bytes / 2**30:.2f} GiB"

@@ -102,7 +102,7 @@ class Sender:
                 if self._down_since is None:
                     backoff_s = 0.05
                     self._links.report("broken", self.outbox.dst, str(error))
-                self._down(str(error))
+                self._down(str(error) or "no answer in time")
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, limits.backoff_max_s)
 

@@ -155,12 +155,11 @@ class _Session:
         # beside busy volunteers, threads that wait for each other cost more than they bring
         torch.set_num_threads(self._config.numerics.threads)
         data = open_data(self._config, self._folder, context_of(self._config))
-        model = build_model(self._config, data)
-        if origin is not None:
-            load_weights(model, checkpoints.load(origin)[1], str(origin))
+        # a run that goes on needs no model code: the folder holds the checked OP-DAG
+        model = None if resuming else self._model(data, origin)
         try:
             with _terminable():
-                self._train(data, model, resuming)
+                model = self._train(data, model)
         except _Paused as paused:
             print(f"paused after {paused.step} steps; {self._hint()}")
             return 0
@@ -177,7 +176,14 @@ class _Session:
         self._show_end(data, model)
         return 0 if self._trained is None else self._compare(origin, *self._trained)
 
-    def _train(self, data: OpenedData, model: nn.Module, resuming: bool) -> None:
+    def _model(self, data: OpenedData, origin: Path | None) -> nn.Module:
+        model = build_model(self._config, data)
+        if origin is not None:
+            load_weights(model, checkpoints.load(origin)[1], str(origin))
+        return model
+
+    def _train(self, data: OpenedData, model: nn.Module | None) -> nn.Module:
+        """The model with the trained weights; `model` None: the run in the folder goes on."""
         ratio = _bytes_per_token(data)
         with ExitStack() as stack:
             sinks: list[Sink] = []
@@ -192,19 +198,21 @@ class _Session:
             stack.enter_context(ControlServer(self._folder, self._status, self._hear_request))
             if self.chaos is not None:
                 stack.enter_context(self.chaos)
-            with self._open(data, model, [*sinks, view], resuming) as run:
+            with self._open(data, model, [*sinks, view]) as run:
                 self._loop(run, data)
                 if self.chaos is not None:
                     self._trained = run.plan().numerics, run.report()["weights_blake2b"]
                 if self._asked == "pause":
                     raise _Paused(run.save())
                 self._evaluate(run, data)
-                load_weights(model, self._checkpoint(run), str(self._folder))
+                trained = model or self._model(data, None)
+                load_weights(trained, self._checkpoint(run), str(self._folder))
                 if self._report_file is not None:
                     text = json.dumps(run.report(), indent=1)
                     write_atomic(self._report_file, text.encode("utf-8"))
+                return trained
 
-    def _open(self, data: OpenedData, model: nn.Module, sinks: list[Sink], resuming: bool) -> Run:
+    def _open(self, data: OpenedData, model: nn.Module | None, sinks: list[Sink]) -> Run:
         c = self._config
         common: dict[str, Any] = {
             "data": data.train,
@@ -214,8 +222,8 @@ class _Session:
             "total_steps": c.run.steps,
             "on": sinks,
         }
-        if resuming:
-            return Run.resume(self._folder, model=model, **common)
+        if model is None:
+            return Run.resume(self._folder, **common)
         return Run(
             model,
             name=c.run.name,
@@ -281,12 +289,9 @@ class _Session:
     def _compare(self, origin: Path | None, numerics: Numerics, found: str) -> int:
         """Train the same without faults in this process; 1 if the weights differ."""
         data = open_data(self._config, self._folder, context_of(self._config))
-        model = build_model(self._config, data)
-        if origin is not None:
-            load_weights(model, checkpoints.load(origin)[1], str(origin))
         steps = self._last.step + 1 if self._last is not None else 0
         expected = undisturbed_weights(
-            model,
+            self._model(data, origin),
             as_source(data.train, self._folder / "undisturbed"),
             numerics=numerics,
             optimizer=self._config.optimizer_spec(),

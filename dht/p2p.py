@@ -26,6 +26,7 @@ from dht.door import KEY_BYTES, TOKEN_BYTES, Door, env_swarm_key, read_bans
 from dht.errors import DhtError, InputError, P2pdGone, PeerUnreachable, SwarmUnreachable, TransportError
 from dht.identity import Identity, load_or_create, peer_id_text
 from dht.p2pd import P2pd, P2pdConfig, SocketFolder
+from dht.pacing import Pacer
 from dht.transport import Stream, StreamHandler
 
 T = TypeVar("T")
@@ -59,6 +60,7 @@ class P2PTransport:
     ) -> None:
         self.client, self.identity, self.bootstrap = client, identity, bootstrap
         self.door = door or Door(peer_id)
+        self.pacer: Pacer | None = None
         self._peer_id = peer_id
         self._listener = client.path.with_name(f"s{secrets.token_hex(4)}")
         self._handlers: dict[str, StreamHandler] = {}
@@ -125,6 +127,8 @@ class P2PTransport:
             timeout_s,
         )
         stream.writer.write(self.door.token(peer_id, protocol))
+        if self.pacer is not None:
+            self.pacer.pace(stream)
         return stream
 
     async def _patiently(self, what: str, call: Callable[[], Awaitable[T]], retry_s: float, timeout_s: float) -> T:
@@ -261,7 +265,10 @@ class P2PTransport:
                 if not self.door.proves(remote, info.proto, token):
                     log.info("refused a stream of %s from peer %s: it has not the swarm's key", info.proto, remote)
                     return
-            await handler(Stream(remote, reader, writer))
+            stream = Stream(remote, reader, writer)
+            if self.pacer is not None:
+                self.pacer.pace(stream)
+            await handler(stream)
         except asyncio.CancelledError:
             if not self._closed:
                 raise
@@ -333,14 +340,16 @@ async def start(
     announce_addresses: tuple[str, ...] = (),
     client_only: bool = False,
     swarm_key: bytes | None = None,
+    download_bytes_per_s: tuple[float, float] | None = None,
     timeout_s: float = 15.0,
 ) -> P2PTransport:
     """Starts p2pd with the identity at `identity_path` (made if missing) and connects to `bootstrap`.
 
     `host_addresses`: where to listen; port 0 takes a free one, kept over restarts; () does not listen.
     `client_only`: take no part in libp2p's routing (observers). `swarm_key`: of a private swarm (default:
-    $FUSION_SWARM_KEY, else the swarm is public). Raises InputError (address, identity in use, port in
-    use), SwarmUnreachable (all of `bootstrap` dead), TransportError.
+    $FUSION_SWARM_KEY, else the swarm is public). `download_bytes_per_s`: caps of this process, and
+    of each that attaches. Raises InputError (address, identity in use, port in use), SwarmUnreachable (all of
+    `bootstrap` dead), TransportError.
     """
     bootstrap = tuple(addresses.check_swarm_address(a) for a in bootstrap)
     host_addresses = tuple(addresses.check_address(a) for a in host_addresses)
@@ -357,7 +366,10 @@ async def start(
         ControlClient(folder.control), identity.peer_id, identity=identity, bootstrap=bootstrap, door=door
     )
     if door.key is not None:
-        folder.write_key(door.key)
+        folder.leave("key", door.key)
+    if download_bytes_per_s is not None:
+        transport.pacer = Pacer(download_bytes_per_s[0])
+        folder.leave("download", repr(download_bytes_per_s[1]).encode())
     transport._identity_lock, transport._folder = lock, folder
     config = P2pdConfig(
         identity_path=identity_path,
@@ -387,6 +399,8 @@ async def attach(control_address: str, *, timeout_s: float = 10.0) -> P2PTranspo
     client = ControlClient(socket_path(control_address))
     peer_id, _ = await client.identify(timeout_s=timeout_s)
     transport = P2PTransport(client, peer_id, door=Door(peer_id, key=_key_beside(client), banned=read_bans()))
+    with contextlib.suppress(FileNotFoundError):
+        transport.pacer = Pacer(float(client.path.with_name("download").read_bytes()))
     transport._supervisor = asyncio.create_task(transport._supervise(), name="p2pd watcher")
     return transport
 

@@ -69,11 +69,11 @@ class SocketFolder:
     def control(self) -> Path:
         return self.path / _CONTROL
 
-    def write_key(self, key: bytes) -> None:
-        """For other processes of this peer, which attach."""
-        fd = os.open(self.path / "key", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    def leave(self, name: str, data: bytes) -> None:
+        """A file for other processes of this peer, which attach."""
+        fd = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(fd, "wb") as file:
-            file.write(key)
+            file.write(data)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

@@ -104,6 +104,7 @@ def _add_join(sub: argparse.ArgumentParser) -> None:
     add("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda:0, cuda:all (default: auto)")
     add("--vram", type=_size, metavar="SIZE", help="most memory per CUDA device (default: all of it)")
     add("--upload-mbps", type=_rate, metavar="MBPS", help="upload cap in megabits per second (default: none)")
+    add("--download-mbps", type=_rate, metavar="MBPS", help="download cap in megabits per second (default: none)")
     add("--disk", type=_size, metavar="SIZE", help="most that snapshots of others may take on disk (default: no cap)")
     add("--monthly-gb", type=_rate, metavar="GB", help="most traffic a month, both ways, in GB (default: no cap)")
     add("--hours", default="", metavar="SPAN", help="local time in which to compute, 22:00-07:00 (default: always)")
@@ -246,6 +247,7 @@ def join_options(options: argparse.Namespace) -> JoinOptions:
         vram_bytes=options.vram or 0,
         threads=options.threads or len(os.sched_getaffinity(0)),
         upload_bytes_per_s=options.upload_mbps * 1e6 / 8 if options.upload_mbps else None,
+        download_bytes_per_s=options.download_mbps * 1e6 / 8 if options.download_mbps else None,
         disk_bytes=options.disk,
         monthly_bytes=int(options.monthly_gb * 1e9) if options.monthly_gb else None,
         policy=policy,

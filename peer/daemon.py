@@ -54,6 +54,7 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     vram_bytes: int = 0
     threads: int
     upload_bytes_per_s: float | None = None
+    download_bytes_per_s: float | None = None
     disk_bytes: int | None = None
     monthly_bytes: int | None = None
     policy: Policy
@@ -104,7 +105,12 @@ class Daemon:
     async def run(self) -> None:
         """Raises DhtError (bad or dead address, port or identity in use) before anything has been started for long."""
         o = self._options
-        transport = await p2p.start(o.home / "identity", host_addresses=o.listen, bootstrap=o.bootstrap)
+        transport = await p2p.start(
+            o.home / "identity",
+            host_addresses=o.listen,
+            bootstrap=o.bootstrap,
+            download_bytes_per_s=_download_shares(o),
+        )
         try:
             self._addresses = await transport.addresses()
             self._p2pd_pid = lambda: transport.p2pd_pid
@@ -320,6 +326,14 @@ def board_names(wanted: tuple[str, ...]) -> list[tuple[str, str]]:
     """(name on the board, torch's name) of each device. On the board devices of a kind are numbered from 0."""
     cards = [d for d in wanted if d != "cpu"]
     return [("cpu", "cpu")] * ("cpu" in wanted) + [(f"cuda:{i}", d) for i, d in enumerate(cards)]
+
+
+def _download_shares(options: JoinOptions) -> tuple[float, float] | None:
+    """Bytes per second for the daemon and for each executor."""
+    rate = options.download_bytes_per_s
+    if rate is None:
+        return None
+    return rate * UPLOAD_PAYLOAD * BLOB_SHARE, rate * UPLOAD_PAYLOAD * (1 - BLOB_SHARE) / len(options.devices)
 
 
 def _leader_score(options: JoinOptions) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import uvloop
 from dht import p2p
 from dht.errors import SwarmUnreachable
 from dht.node import Board
-from dht.transport import Stream
+from dht.transport import Stream, StreamHandler
 from tests.dht_samples import peer_record
 
 pytestmark = pytest.mark.timeout(90)
@@ -110,5 +111,44 @@ def test_a_peer_that_opens_too_many_streams_is_refused(tmp_path: Path) -> None:
             stream.writer.close()
         await b.close()
         await a.close()
+
+    uvloop.run(main())
+
+
+def test_a_download_cap_holds_as_seen_by_the_sender(tmp_path: Path) -> None:
+    async def main() -> None:
+        rate = 2_000_000
+        a = await p2p.start(tmp_path / "a", host_addresses=p2p.LOOPBACK, download_bytes_per_s=(rate, rate))
+        b = await p2p.start(tmp_path / "b", host_addresses=p2p.LOOPBACK, bootstrap=await a.addresses())
+        taken: dict[str, int] = {"owner": 0, "attached": 0}
+
+        def taker(name: str) -> StreamHandler:
+            async def take(stream: Stream) -> None:
+                while data := await stream.reader.read(1 << 16):
+                    taken[name] += len(data)
+
+            return take
+
+        executor = await p2p.attach(a.control_address)
+        await a.serve("/fusion/1/owner", taker("owner"))
+        await executor.serve("/fusion/1/attached", taker("attached"))
+        streams = [await b.open_stream(a.peer_id, f"/fusion/1/{name}") for name in taken]
+
+        async def pour(stream: Stream) -> None:
+            while True:
+                stream.writer.write(bytes(1 << 16))
+                await stream.writer.drain()
+
+        pours = [asyncio.create_task(pour(s)) for s in streams]
+        await asyncio.sleep(1)  # what sockets hold at first passes at once
+        before, start = dict(taken), time.monotonic()
+        await asyncio.sleep(3)
+        seconds = time.monotonic() - start
+        for name in taken:
+            assert 0.2 * rate < (taken[name] - before[name]) / seconds < 1.1 * rate
+        for task in pours:
+            task.cancel()
+        for part in (executor, b, a):
+            await part.close()
 
     uvloop.run(main())

@@ -119,9 +119,16 @@ class Trainer:
         return host
 
     def offer(
-        self, peer: str, *, key: Any = None, batch: int = 4, opdag: bytes | None = None, **changes: Any
+        self,
+        peer: str,
+        *,
+        key: Any = None,
+        batch: int = 4,
+        opdag: bytes | None = None,
+        numerics: Numerics | None = None,
+        **changes: Any,
     ) -> StageOffer:
-        numerics = Numerics(cuts=(), micro_batches=2, micro_batch_size=batch)
+        numerics = numerics or Numerics(cuts=(), micro_batches=2, micro_batch_size=batch)
         (program,) = split(self.got.opdag, ())
         blob, size = self.store.put(to_bytes(initial_state(self.got.state, program)))
         fields: dict[str, Any] = {

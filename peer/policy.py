@@ -22,6 +22,7 @@ MAX_MICRO_BATCHES = 1 << 16
 MAX_MICRO_BATCH_SIZE = 1 << 20
 MAX_STAGES_OF_RUN = 4096
 MAX_THREADS = 4096
+MAX_UINT32 = (1 << 32) - 1
 MAX_HOLDERS = 16
 _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 
@@ -152,7 +153,20 @@ class Fences:
 
 
 def check_offer(policy: Policy, a: Assignment, *, devices: tuple[str, ...], stages: int, state_bytes: int) -> None:
-    """What can be told without torch: the device is here, there is room for one more stage. RefusedError otherwise."""
+    """What can be told without torch: the device is here, there is room for one more stage. RefusedError otherwise.
+
+    Its numbers must fit the frames' headers and the board's records, which are made of them.
+    """
+    ranges = (
+        ("stage", a.stage, MAX_STAGES_OF_RUN - 1),
+        ("replica", a.replica, MAX_STAGES_OF_RUN - 1),
+        ("incarnation", a.incarnation, MAX_UINT32),
+        ("epoch", a.epoch, MAX_UINT32),
+        ("plan", a.plan, MAX_UINT32),
+    )
+    for name, value, most in ranges:
+        if not 0 <= value <= most:
+            raise RefusedError("admission", f"{name} = {value} of an assignment is outside 0..{most}")
     if a.device not in devices:
         raise RefusedError("policy", f"stage {a.stage} is meant for device {a.device!r}; here are {', '.join(devices)}")
     if stages >= MAX_STAGES:

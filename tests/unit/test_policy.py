@@ -225,3 +225,10 @@ def test_the_owner_key_is_private_from_birth(tmp_path: Path) -> None:
     path.write_bytes(b"short")
     with pytest.raises(SignatureError, match="5 bytes"):
         signing.load_or_create_key(path)
+
+
+@pytest.mark.parametrize("field", ["stage", "replica", "incarnation", "epoch", "plan"])
+@pytest.mark.parametrize("value", [-1, 1 << 32, (1 << 64) - 1])
+def test_numbers_of_an_assignment_that_fit_no_header_and_no_record(field: str, value: int) -> None:
+    with pytest.raises(RefusedError, match=f"{field} = {value} of an assignment is outside"):
+        policy.check_offer(Policy(), assignment(**{field: value}), devices=("cpu",), stages=0, state_bytes=1)

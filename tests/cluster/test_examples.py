@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.cluster.volunteer_process import Peer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -218,3 +221,32 @@ def test_an_address_that_nobody_answers_is_bad_input(place: Path) -> None:
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("fusion-run: ") and "127.0.0.1" in last
+
+
+def test_too_little_memory_in_the_swarm_is_bad_input_with_figures(place: Path) -> None:
+    """The model wants more than the only volunteer has; nothing is begun, so that the same line works once there is
+    more."""
+    small_run(place)
+    wide = SMALL.replace("layers = 2", "layers = 3").replace("width = 16", "width = 768")
+    (place / "wide.toml").write_text(wide)
+    peer = Peer(place / "peer", memory="400MiB")
+    try:
+        [address, *_] = peer.event("joined")["addresses"]
+        peer.event("devices")
+        done = subprocess.run(
+            command("train", "wide.toml", "--no-compute", "--swarm", address),
+            cwd=place,
+            env=environment(place),
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 2, done.stderr[-2000:]
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith("fusion-run: ") and "memory" in last
+        assert re.search(r"\d+(\.\d+)? [MG]iB.*\d+(\.\d+)? [MG]iB", last), last
+        assert not (place / "runs" / "cats").exists()
+        assert peer.end() == 0
+    finally:
+        peer.close()

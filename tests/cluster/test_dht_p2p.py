@@ -103,7 +103,7 @@ def test_two_peers_exchange_10_mb(tmp_path: Path) -> None:
                 await b.open_stream(a.peer_id, "/test/none")
             await a.stop_serving(ECHO)
             with contextlib.suppress(NoSuchProtocol):  # or, negotiated lazily, a stream that ends
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(30):
                     assert await (await b.open_stream(a.peer_id, ECHO)).reader.read() == b""
             stranger = Identity.generate().peer_id
             with pytest.raises(PeerUnreachable, match=stranger):
@@ -135,7 +135,7 @@ def test_a_failing_or_endless_handler_harms_nobody(tmp_path: Path) -> None:
             await a.serve(ECHO, echo)
             failing = await b.open_stream(a.peer_id, "/test/fails")
             await b.open_stream(a.peer_id, "/test/hangs")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 assert await failing.reader.read() == b""  # the stream ends, nothing else does
             await exchange(await b.open_stream(a.peer_id, ECHO), 1 << 20)
 
@@ -193,7 +193,7 @@ def test_an_attached_process_opens_and_serves_streams_also_after_a_restart(tmp_p
             child.stdin.close()
             assert await child.wait() == 0
             with contextlib.suppress(NoSuchProtocol):
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(30):
                     assert await (await b.open_stream(a.peer_id, "/test/attached")).reader.read() == b""
 
     run(main())
@@ -355,7 +355,7 @@ def test_a_killed_peer_leaves_no_daemon_and_its_folder_is_cleared(tmp_path: Path
     child.wait()
     child.stdout.close()
     try:
-        daemon.wait(timeout=10)
+        daemon.wait(timeout=30)
     except psutil.TimeoutExpired:  # dead, but nobody here reaps it
         assert daemon.status() == psutil.STATUS_ZOMBIE
     assert Path(folder).exists()

@@ -351,4 +351,4 @@ def test_leaving_tells_the_trainer(volunteer: Volunteer, tmp_path: Path) -> None
                 assert [f.code for f in t.faults] == ["leaving"]
 
     run(main())
-    assert process.process.wait(10) == 0
+    assert process.process.wait(30) == 0

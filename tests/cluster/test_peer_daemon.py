@@ -63,13 +63,13 @@ def test_a_volunteer_from_start_to_end(peer: Peer, tmp_path: Path) -> None:
         assert json.loads(cli("resume", "--json", home=peer.home).stdout)["state"] == "free"
         left = cli("leave", home=second.home)
         assert left.returncode == 0, left.stderr
-        assert second.process.wait(10) == 0
+        assert second.process.wait(30) == 0
     finally:
         second.close()
     children = peer.children()
     assert len(children) == 2  # p2pd and the executor
     assert peer.end() == 0
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not psutil.wait_procs(children, timeout=30)[1]
     assert not (peer.home / "peer.json").exists()
     gone = cli("status", home=peer.home)
     assert gone.returncode == 2
@@ -98,7 +98,7 @@ def test_it_ends_when_told_while_still_starting(peer: Peer) -> None:
     peer.event("joined")
     children = peer.children()
     assert peer.end() == 0
-    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert not psutil.wait_procs(children, timeout=30)[1]
 
 
 def test_an_executor_does_not_outlive_a_killed_daemon(peer: Peer) -> None:
@@ -106,7 +106,7 @@ def test_an_executor_does_not_outlive_a_killed_daemon(peer: Peer) -> None:
     peer.event("devices")
     children = peer.children()
     peer.process.kill()
-    assert not psutil.wait_procs(children, timeout=15)[1]
+    assert not psutil.wait_procs(children, timeout=30)[1]
 
 
 DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWJafHNHDXap1z4LiCt1RJQQje4SB9Hy9hKqBVkdoeYyCM"

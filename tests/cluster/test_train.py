@@ -250,8 +250,8 @@ def test_the_end_of_a_script_leaves_no_process(tmp_path: Path, number: signal.Si
     family += psutil.Process(script.pid).children(recursive=True)
     assert len(family) > len(pids)
     script.send_signal(number)
-    assert script.wait(timeout=15) != 0
-    _, alive = psutil.wait_procs(family, timeout=15)
+    assert script.wait(timeout=30) != 0
+    _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
     if number == signal.SIGINT:  # an interrupted run keeps its folder and nothing else
         left = [p.name for p in temporary.iterdir() if not p.name.startswith("torch")]  # torch's own cache

@@ -211,5 +211,5 @@ def _duration(seconds: float) -> str:
 
 
 def count_text(number: int, noun: str) -> str:
-    """"1 peer", "2 peers"."""
+    """As in 1 peer, 2 peers."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

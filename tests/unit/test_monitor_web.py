@@ -1,0 +1,158 @@
+"""The web application without a socket: answers, headers, deltas, the API's description, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("starlette", reason="the extra 'web' is not installed")
+
+from dht.errors import InputError
+from dht.monitor_observer import Observer
+from dht.web.api import PATHS, openapi
+from dht.web.history import History
+from dht.web.metrics import prometheus
+from dht.web.run import history_path
+from dht.web.server import Hub, delta, is_loopback, listen, make_app
+from tests.dht_samples import NOW
+from tests.monitor_samples import PEERS, board, sights
+
+
+def get(path: str, *, host: str = "localhost", method: str = "GET") -> tuple[int, dict[str, str], bytes]:
+    """(status, headers, body) of one request to an application that has looked once."""
+    answer: dict[str, Any] = {"body": b"", "headers": {}}
+
+    async def main() -> None:
+        made = board()
+        hub = Hub(Observer(made), made, History(None))
+        sight = await hub.observer.look()
+        hub.history.keep(sight)
+        hub.picture, hub.number = sight.picture, 1
+        plain, _, query = path.partition("?")
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": method, "scheme": "http",
+            "path": plain, "raw_path": plain.encode(), "query_string": query.encode(), "root_path": "",
+            "headers": [(b"host", host.encode())], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+        }  # fmt: skip
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                answer["status"] = message["status"]
+                answer["headers"] = {k.decode(): v.decode() for k, v in message["headers"]}
+            else:
+                answer["body"] += message.get("body", b"")
+
+        await make_app(hub, hosts=("localhost",))(scope, receive, send)
+
+    asyncio.run(main())
+    return answer["status"], answer["headers"], answer["body"]
+
+
+@pytest.mark.parametrize("path", ["/", "/api/picture", "/static/app.js", "/metrics", "/nothing", "/api/history/at?t=0"])
+def test_every_answer_has_a_strict_policy(path: str) -> None:
+    _, headers, _ = get(path)
+    policy = headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'") and "unsafe" not in policy and "http" not in policy
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_the_page_asks_for_nothing_elsewhere() -> None:
+    status, _, body = get("/")
+    assert status == 200
+    assert re.findall(r'(?:src|href)="(?!/|#)[^"]*"', body.decode()) == []
+    assert not re.search(r"<script(?![^>]*src=)|<style|style=|on\w+=", body.decode())
+
+
+def test_other_hosts_and_methods_are_refused() -> None:
+    assert get("/api/picture", host="evil.example")[0] == 400
+    assert get("/api/picture", method="POST")[0] == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        ("/api/history/at?t=nan", 400, "t='nan'"),
+        ("/api/history/at", 400, "t="),
+        ("/api/history/at?t=5", 404, "nobody looked"),
+        ("/api/runs/x/curve?points=-1", 400, "points"),
+        ("/api/peers/<b>", 404, "not in the picture"),
+    ],
+)
+def test_bad_requests_get_one_clear_line(path: str, status: int, words: str) -> None:
+    found, _, body = get(path)
+    assert found == status and words in json.loads(body)["error"]
+
+
+def test_every_path_of_the_description_answers_as_described() -> None:
+    document = openapi()
+    for path, (_, answer, _) in PATHS.items():
+        filled = path.replace("{run}", "ab" * 16).replace("{peer}", PEERS[0].peer_id) + (
+            f"?t={NOW}" if path.endswith("/at") else ""
+        )
+        status, headers, body = get(filled)
+        assert status == 200 and headers["content-type"] == "application/json", filled
+        msgspec.json.decode(body, type=answer)
+        assert path in document["paths"]
+    status, _, body = get("/api/openapi.json")
+    assert status == 200 and json.loads(body) == json.loads(json.dumps(document))
+    refs = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert refs <= set(document["components"]["schemas"])
+
+
+def test_a_delta_holds_what_changed_only() -> None:
+    made = board()
+    first, second = asyncio.run(sights(made, 2))
+    full = delta(None, first.picture, [])
+    assert full.full and len(full.peers) == 6
+    later = delta(first.picture, second.picture, [])
+    assert later.peers == [] and later.gone == [] and len(later.seen) == 6
+    fewer = msgspec.structs.replace(second.picture, peers=second.picture.peers[1:])
+    assert delta(second.picture, fewer, []).gone == [second.picture.peers[0].peer]
+    assert len(msgspec.json.encode(later)) < len(msgspec.json.encode(full))
+
+
+def test_metrics_are_prometheus_text() -> None:
+    made = board()
+    (sight,) = asyncio.run(sights(made, 1))
+    run = msgspec.structs.replace(sight.picture.runs[0], name='a"b\\c\nd')
+    text = prometheus(msgspec.structs.replace(sight.picture, runs=(run,)), 1.5)
+    line = re.compile(r'^[a-z_]+(\{[a-z]+="(\\.|[^"\\\n])*"(,[a-z]+="(\\.|[^"\\\n])*")*\})? -?[0-9.e+-]+$')
+    for row in text.strip().split("\n"):
+        assert row.startswith("# ") or line.match(row), row
+    assert 'fusion_peers{state="busy"} 4' in text and "fusion_run_loss" in text
+    helped = {row.split()[2] for row in text.split("\n") if row.startswith("# HELP")}
+    assert {row.split("{")[0].split()[0] for row in text.split("\n") if row and row[0] != "#"} == helped
+
+
+def test_examples_name_metrics_that_exist() -> None:
+    from pathlib import Path
+
+    from dht.web.metrics import _HELP
+
+    folder = Path(__file__).parents[2] / "examples" / "monitoring"
+    for name in ("alerts.yml", "grafana.json", "prometheus.yml"):
+        text = (folder / name).read_text()
+        assert set(re.findall(r"\bfusion_[a-z_]+", text)) <= set(_HELP), name
+    json.loads((folder / "grafana.json").read_text())
+
+
+def test_where_it_listens() -> None:
+    assert is_loopback("127.0.0.1") and is_loopback("localhost") and is_loopback("::1")
+    assert not is_loopback("0.0.0.0") and not is_loopback("example.org")
+    with pytest.raises(InputError, match="--port"):
+        listen("256.1.1.1", 80)
+
+
+def test_where_history_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("FUSION_HOME", str(tmp_path))
+    a, b = (f"/ip4/1.2.3.4/tcp/1/p2p/{PEERS[n].peer_id}" for n in (0, 1))
+    assert history_path("none", (a,)) is None
+    assert history_path(None, (a, b)) == history_path(None, (b, a)) != history_path(None, (a,))

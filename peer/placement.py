@@ -262,8 +262,11 @@ def rehost(
     atoms: Sequence[Atom],
     offers: Sequence[DeviceOffer],
     factor: float,
+    nominees: Sequence[str] = (),
 ) -> Plan:
     """The plan with every stage of the peers `lost` on another device: a spare if one has room, else beside others.
+
+    `nominees`: peers that the lost ones' fence leader proposes; one that is free and has room is taken first.
 
     The numerics and all other hosts stay; the stages of `group` get the next incarnation, wherever they are.
     InputError if no device has room.
@@ -290,12 +293,13 @@ def rehost(
             used = sum(load.bytes(bounds[k], bounds[k + 1], window[k]) for k in here)
             busy = sum(load.flops(bounds[k], bounds[k + 1]) for k in here)
             if used + need <= o.memory_bytes:
-                ready.append(((busy + work) / o.flops_per_s, i))
+                proposed = not here and o.peer in nominees
+                ready.append((not proposed, (busy + work) / o.flops_per_s, i))
         if not ready:
             raise InputError(
                 f"no volunteer has {_mib(need)} free for stage {p.stage}; it waits for one: fusion-peer join ADDRESS"
             )
-        placed[p.stage] = left[min(ready)[1]]
+        placed[p.stage] = left[min(ready)[2]]
         new[p.stage] = placed[p.stage]
     names = ", ".join(sorted(peer[-8:] for peer in lost))
     used_peers = {p.peer for p in plan.placement if p.peer not in lost} | {h.peer for h in new.values()}

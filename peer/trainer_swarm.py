@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from dht import records
 from dht.errors import DhtError
+from dht.fence_records import FenceView
 from dht.identity import Identity
 from dht.node import Board
 from dht.records import Delegation, PeerRecord, RunRecord, Signer
@@ -32,6 +33,8 @@ class Swarm:
         self._board, self._allowed = board, frozenset(allow_peers)
         self.addresses: dict[str, tuple[str, ...]] = {}
         self.known: list[DeviceOffer] = []
+        self._fence_of: dict[str, str] = {}
+        self._views: dict[str, FenceView] = {}
 
     async def offers(self) -> list[DeviceOffer]:
         """Every measured device of every peer that may be asked, by peer id; remembered in `known`.
@@ -39,13 +42,21 @@ class Swarm:
         After a death this may take seconds: the dead node is asked too.
         """
         self.known = [o for record in await self._present() for o in offers_of(record)]
+        self._views = {view.id: view for view in await self._board.fences()}
         return self.known
+
+    def nominees(self, lost: frozenset[str]) -> list[str]:
+        """Whom the leaders of the lost peers' fences propose, as read last: by name, then their other spares."""
+        views = [v for peer in sorted(lost) if (v := self._views.get(self._fence_of.get(peer, ""))) is not None]
+        named = [n.spare for v in views for n in v.nominees if n.dead in lost]
+        return [p for p in dict.fromkeys((*named, *(s for v in views for s in v.spares))) if p not in lost]
 
     async def _present(self) -> list[PeerRecord]:
         found = []
         for record in await self._board.peers():
             if record.state not in ("left", "paused") and (not self._allowed or record.peer in self._allowed):
                 self.addresses[record.peer] = record.addresses
+                self._fence_of[record.peer] = record.fence
                 found.append(record)
         return found
 

@@ -69,6 +69,9 @@ class _Board:
     def __init__(self, volunteers: list[MiniVolunteer]) -> None:
         self._volunteers = volunteers
 
+    async def fences(self) -> tuple[()]:
+        return ()
+
     async def peers(self) -> tuple[object, ...]:
         return tuple(v.record() for v in self._volunteers if v.alive)
 

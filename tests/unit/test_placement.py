@@ -144,6 +144,16 @@ def test_a_lost_peers_stage_goes_to_a_spare_then_beside_another() -> None:
     assert f"{lost} was lost" in second.reasons[-1]
 
 
+def test_a_lost_stage_goes_to_the_leaders_nominee_if_it_is_free_and_has_room() -> None:
+    costs, hosts = atoms(1, 1), offers(5.0, 5.0, 9.0, 2.0)
+    plan = make_plan(costs, hosts[:2], PlanRequest(base=BASE, stages=2))
+    lost = plan.host(1).peer
+    assert rehost(plan, frozenset({lost}), (1,), costs, hosts, 7.0).host(1).peer == "peer2"
+    assert rehost(plan, frozenset({lost}), (1,), costs, hosts, 7.0, ("peer3",)).host(1).peer == "peer3"
+    busy = (plan.host(0).peer, "gone")  # proposed, but not free or not there
+    assert rehost(plan, frozenset({lost}), (1,), costs, hosts, 7.0, busy).host(1).peer == "peer2"
+
+
 def test_no_room_for_a_lost_stage_is_named() -> None:
     costs, hosts = atoms(1, 1, weight=100), offers(1.0, 1.0, memory=1000)
     plan = make_plan(costs, hosts, PlanRequest(base=BASE))

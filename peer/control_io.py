@@ -17,6 +17,7 @@ from peer.wire import CHUNK_BYTES
 
 T = TypeVar("T")
 _LENGTH = struct.Struct("<I")
+WAKING_S = 0.25
 
 
 class MessageStream(Generic[T]):
@@ -74,9 +75,14 @@ class MessageStream(Generic[T]):
         """`count` bytes, None if the stream ends before. Memory grows with what came, not with what was announced."""
         data = bytearray()
         while len(data) < count:
+            most = min(count - len(data), CHUNK_BYTES)
             try:
-                async with asyncio.timeout(timeout_s):
-                    piece = await self._reader.read(min(count - len(data), CHUNK_BYTES))
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        piece = await self._reader.read(most)
+                except TimeoutError:  # if it was this process that slept, the bytes are there now
+                    async with asyncio.timeout(WAKING_S):
+                        piece = await self._reader.read(most)
             except ConnectionError:
                 return None
             if not piece:

@@ -31,12 +31,12 @@ from peer.policy import LEASE_S, Policy, within_hours
 from peer.preflight import Finding
 from peer.protocol import CONTROL
 from peer.ratelimit import Limiter
-from peer.volunteer import Volunteer, minute_of_day
+from peer.volunteer import GRACE_S, Volunteer, minute_of_day
 
 log = logging.getLogger("peer.daemon")
 
 ROUND_S = 2.0
-LEAVE_S = 8.0
+LEAVE_S, STOP_S = 8.0, 3.0
 BLOB_AGE_S = 24 * 3600.0
 UPLOAD_PAYLOAD = 0.95  # of the cap; the rest is the transport's own envelope, the board and control streams
 BLOB_SHARE = 0.25  # of the upload cap, where there is one, for snapshots
@@ -175,10 +175,10 @@ class Daemon:
     async def _wind_up(self, tasks: list[asyncio.Task[None]], local: LocalControl, board: Board) -> None:
         """Tell trainers and the board, end the executors; bounded, whatever others do."""
         try:
-            async with asyncio.timeout(LEAVE_S / 2):
-                await self._volunteer.evict("the volunteer leaves")
+            async with asyncio.timeout(LEAVE_S - STOP_S):
+                await self._volunteer.evict("the volunteer leaves", GRACE_S)
                 board.publish(msgspec.structs.replace(self._record(), state="left", work=()))
-                await board.flush(timeout_s=LEAVE_S / 4)
+                await board.flush(timeout_s=1.0)
         except (DhtError, TimeoutError) as error:
             log.info("leaving: %s", error)
         if self._fencing is not None:
@@ -186,7 +186,7 @@ class Daemon:
         local.close()
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks, timeout=LEAVE_S / 2)
+        await asyncio.wait(tasks, timeout=STOP_S)
 
     def _executor(self, name: str, device: str, transport: P2PTransport, count: int) -> ExecutorProcess:
         o = self._options
@@ -282,7 +282,7 @@ class Daemon:
         if command.command in ("pause", "resume"):
             v.policy = msgspec.structs.replace(v.policy, paused=command.command == "pause")
             if v.policy.paused:
-                await v.evict("the volunteer was paused by its owner")
+                await v.evict("the volunteer was paused by its owner", GRACE_S)
             self._publish(board)
         if command.command == "leave":
             self.leave()

@@ -35,6 +35,7 @@ from peer.plan_codecs import channels_of
 from peer.protocol import BlobRef, StageFault, StageStatus
 from peer.signing import sign
 from peer.trainer_assembly import Assembly, Refusal, Session
+from peer.trainer_balance import Balance
 from peer.trainer_live import Live, Placed, TrainerOptions
 from peer.trainer_repair import Repair
 from peer.trainer_sets import SetKeeper, new_manifest
@@ -51,6 +52,7 @@ MAX_REPORT_BYTES = 4096
 FATAL_FAULTS = frozenset({"died", "frame", "memory", "cap", "leaving", "gap", "mark"})
 HONEST_FAULTS = frozenset({"leaving", "gap"})  # after which the host may be given a stage again
 AFTER_DEATH_S = 30.0  # before a host whose executor died is given a stage again
+LEAVING_S = 3.0  # below the volunteer's GRACE_S
 T = TypeVar("T")
 
 
@@ -93,6 +95,7 @@ class Trainer:
         self._initial = initial
         self.watch = Watch(sink, session.clock)
         self._turn = asyncio.Lock()
+        self._balance = Balance(self._live)
         self.sets = SetKeeper(self._live, self._turn)
         self._slots = asyncio.Semaphore(AHEAD)
         self._results: dict[int, asyncio.Future[TickResult]] = {}
@@ -306,6 +309,7 @@ class Trainer:
                 self._slots.release()
                 if result.header.training:
                     self._live.sink(step_result(result))
+                    self._balance.tick(result)
                 waiter = self._results.pop(result.tick)
                 if not waiter.done():
                     waiter.set_result(result)
@@ -326,12 +330,21 @@ class Trainer:
         placed = self._live.placed
         if placed is not None and not _hosts(placed.plan, peer, fault.stage, fault.incarnation):
             return  # of a host that was replaced
-        if fault.code in FATAL_FAULTS:
+        if fault.code == "leaving" and placed is not None:
+            self._live.hand_over(peer, fault.reason)
+            self.spawn(self._let_go(peer, fault.reason))
+        elif fault.code in FATAL_FAULTS:
             if fault.code not in HONEST_FAULTS:
                 self._live.exclude(peer, math.inf if fault.code == "frame" else AFTER_DEATH_S)
             self._live.lose(peer, fault.reason)
         else:
             self._live.say("waiting", f"stage {fault.stage}: {fault.reason}", peer=peer, stage=fault.stage)
+
+    async def _let_go(self, peer: str, reason: str) -> None:
+        """A volunteer that leaves waits so long for a complete set and no longer."""
+        await asyncio.sleep(LEAVING_S)
+        if peer in self._live.leaving:
+            self._live.lose(peer, reason)
 
     def _on_link_event(self, event: LinkEvent) -> None:
         if event.code == "frame":

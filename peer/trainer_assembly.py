@@ -137,7 +137,11 @@ class Assembly:
     async def place(
         self, plan: Plan, stages: Iterable[int], states: Mapping[int, BlobRef], first_tick: int
     ) -> list[Refusal]:
-        """Offer these stages to their hosts, all peers at once; what was refused."""
+        """Offer these stages to their hosts, all peers at once; what was refused.
+
+        After a refusal the new hosts of the others are told to forget them; an old host elsewhere still has its stage.
+        """
+        taken: dict[int, tuple[StagePlacement, Accepted]] = {}
         by_peer: dict[str, list[StagePlacement]] = {}
         for stage in stages:
             placement = plan.host(stage)
@@ -155,7 +159,7 @@ class Assembly:
                 try:
                     host = await self._host(peer)
                     offer = self._offer(plan, p, host, states[p.stage], first_tick)
-                    self._accepted[p.stage] = p, await host.offer(offer, p.stage)
+                    taken[p.stage] = p, await host.offer(offer, p.stage)
                 except RefusedError as error:
                     return [Refusal(p, str(error), error.needed, error.cap)]
                 except (HostLost, DhtError) as error:
@@ -163,7 +167,14 @@ class Assembly:
             return []
 
         answers = await asyncio.gather(*(on_peer(peer, ps) for peer, ps in by_peer.items()))
-        return [refusal for refusals in answers for refusal in refusals]
+        refused = [refusal for refusals in answers for refusal in refusals]
+        for stage, (p, accepted) in taken.items():
+            before = self._accepted.get(stage)
+            if refused and (before is None or before[0].peer != p.peer):
+                await self.drop(p.peer, (stage,), "the plan changed")
+            else:
+                self._accepted[stage] = p, accepted
+        return refused
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         """Where every stage and the trainer live now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dht.transport import Transport
 from fusion_p2p.ir import OpDag
@@ -60,7 +60,9 @@ class Placed:
 @dataclass(slots=True, kw_only=True)
 class Live:
     """`whole` is set while every stage of the plan has a live host; `lost`: peer of the plan -> why it is gone.
-    `early`: the same of hosts of the plan that is about to be in force. `excluded`: peer -> until when it gets none."""
+    `early`: the same of hosts of the plan that is about to be in force. `excluded`: peer -> until when it gets none.
+    `leaving`: hosts that serve until the next complete set and then hand over -> why; `may_stay`: those of them that
+    go on serving if nobody takes their stages."""
 
     transport: Transport
     swarm: Swarm
@@ -77,6 +79,8 @@ class Live:
     lost: dict[str, str] = field(default_factory=dict)
     early: dict[str, str] = field(default_factory=dict)
     excluded: dict[str, float] = field(default_factory=dict)
+    leaving: dict[str, str] = field(default_factory=dict)
+    may_stay: set[str] = field(default_factory=set)
     placed: Placed | None = None
 
     @property
@@ -97,18 +101,59 @@ class Live:
         self.excluded[peer] = max(self.session.clock() + for_s, self.excluded.get(peer, 0.0))
 
     def may_host(self, peer: str) -> bool:
-        return peer not in self.lost and self.session.clock() >= self.excluded.get(peer, 0.0)
+        return (
+            peer not in self.lost and peer not in self.leaving and self.session.clock() >= self.excluded.get(peer, 0.0)
+        )
 
-    def lose(self, peer: str, reason: str) -> None:
-        """A host of the plan is gone: marks wait, `Repair` wakes. Does nothing the second time."""
+    def devices(self) -> list[DeviceOffer]:
+        """Devices to choose from: those on the board, and the plan's living hosts whether they are on it or not.
+
+        What a host had free when the plan was made counts, not what is left beside its stages now; one that is to get
+        nothing more has no room.
+        """
+        known = {(o.peer, o.device): o for o in self.now.offers}
+        hosts = {p.peer for p in self.now.plan.placement} - self.lost.keys()
+        offers = {key: o for key, o in known.items() if o.peer in hosts}
+        fresh = [o for o in self.swarm.known if self.may_host(o.peer)]
+        offers |= {(o.peer, o.device): known.get((o.peer, o.device), o) for o in fresh}
+        return [o if self.may_host(o.peer) else replace(o, memory_bytes=0) for o in offers.values()]
+
+    def hand_over(self, peer: str, reason: str, *, may_stay: bool = False) -> None:
+        """`peer` serves until the next complete set, which is made soon; then its stages go elsewhere.
+
+        `may_stay`: it goes on serving if nobody takes them.
+        """
+        stages = [p.stage for p in self.now.plan.placement if p.peer == peer]
+        if stages and peer not in self.lost and peer not in self.leaving:
+            self.leaving[peer] = reason
+            if may_stay:
+                self.may_stay.add(peer)
+            for stage in stages:
+                self.say("moving", f"{peer[-8:]} hands stage {stage} over: {reason}", peer=peer, stage=stage)
+
+    def keep(self, peer: str) -> None:
+        """A host whose stages nobody takes goes on serving."""
+        self.may_stay.discard(peer)
+        self.lost.pop(peer, None)
+        if not self.lost:
+            self.whole.set()
+
+    def lose(self, peer: str, reason: str, *, moving: bool = False) -> None:
+        """A host of the plan is gone: marks wait, `Repair` wakes. Does nothing the second time.
+
+        `moving`: it lives, and hands over.
+        """
         stages = [p.stage for p in self.placed.plan.placement if p.peer == peer] if self.placed else []
         if not stages and self.assembly.hosts_stage(peer):  # of a plan that is not yet in force
             self.early[peer] = reason
         if not stages or peer in self.lost:
             return
+        if not moving:
+            self.may_stay.discard(peer)
         self.lost[peer] = reason
+        self.leaving.pop(peer, None)
         self.assembly.abandon(peer, reason)
-        for stage in stages:
+        for stage in () if moving else stages:
             self.say("lost", f"{peer[-8:]} (stage {stage}) was lost: {reason}", peer=peer, stage=stage)
         self.whole.clear()
         self.broken.set()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Plan
-from peer.offers import DeviceOffer
 from peer.placement import PlanRequest, recovery_group, rehost
 from peer.trainer_host import RunPaused
 from peer.trainer_live import Live
@@ -35,6 +33,9 @@ class Repair:
             while live.lost:
                 why = await self._rehost(look)
                 look = True
+                for peer in [peer for peer in live.lost if why and peer in live.may_stay]:
+                    live.say("moving", f"{peer[-8:]} keeps its stages: {why}", peer=peer)
+                    live.keep(peer)
                 if why and loop.time() >= until:
                     raise RunPaused(self._farewell(why))
                 if why:
@@ -51,32 +52,21 @@ class Repair:
             f"saved up to step {live.now.newest.step}, continue with: fusion-run resume {live.folder.root}"
         )
 
-    def _offers(self, fresh: Sequence[DeviceOffer]) -> list[DeviceOffer]:
-        """Devices to choose from: those on the board, and the plan's living hosts whether they are on it or not.
-
-        What a host had free when the plan was made counts, not what is left beside its stages now; one that is to get
-        nothing more has no room.
-        """
-        live, now = self._live, self._live.now
-        known = {(o.peer, o.device): o for o in now.offers}
-        hosts = {p.peer for p in now.plan.placement} - live.lost.keys()
-        offers = {key: o for key, o in known.items() if o.peer in hosts}
-        offers |= {(o.peer, o.device): known.get((o.peer, o.device), o) for o in fresh if live.may_host(o.peer)}
-        return [o if live.may_host(o.peer) else replace(o, memory_bytes=0) for o in offers.values()]
-
     async def _rehost(self, look: bool) -> str:
         """One try; why it cannot be done now, or "". `look`: read the board anew, which may take seconds."""
         live, now = self._live, self._live.now
         if live.options.recover_s <= 0:
             return "recovery is off"
         gone = frozenset(live.lost)
-        offers = self._offers(await live.swarm.offers() if look else live.swarm.known)
+        if look:
+            await live.swarm.offers()
+        offers = live.devices()
         moved = [k for peer in gone for k in self._stages_of(peer)]
         group = recovery_group(now.plan, moved, now.edges())
         try:
             base = msgspec.structs.replace(now.plan, number=now.number)
             factor = PlanRequest(base=base.numerics).state_factor
-            plan = rehost(base, gone, group, live.atoms, offers, factor)
+            plan = rehost(base, gone, group, live.atoms, offers, factor, live.swarm.nominees(gone))
         except InputError as error:
             return str(error)
         before, now.number = now.plan, plan.number

@@ -32,7 +32,11 @@ class SetKeeper:
         """Whether a set should be made soon, lest what is kept for a replay grows out of bounds."""
         now = self._live.now
         ticks, interval = now.book.next_tick - now.newest.tick, now.plan.mark_interval
-        return bool(interval and ticks >= 2 * interval) or now.links.held_bytes() > MAX_HELD_BYTES
+        return (
+            bool(self._live.leaving)
+            or bool(interval and ticks >= 2 * interval)
+            or now.links.held_bytes() > MAX_HELD_BYTES
+        )
 
     async def save(self, data_state: bytes) -> Manifest:
         """A complete set at the next tick, where the data stands at `data_state`; the newest if nothing came since.
@@ -45,6 +49,7 @@ class SetKeeper:
                 async with self._turn:
                     tick = live.now.book.next_tick
                     if live.now.newest.tick == tick:
+                        self._let_go()
                         return live.now.newest
                     plan = live.now.plan
                     manifest = new_manifest(live, tick, plan.numerics, (), data_state)
@@ -70,6 +75,12 @@ class SetKeeper:
             except HostLost as lost:
                 live.lose(lost.peer, lost.reason)
         live.say("saved", f"complete set at step {manifest.step}")
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Hosts that waited for a set may go: nothing of theirs is needed any more."""
+        for peer, reason in list(self._live.leaving.items()):
+            self._live.lose(peer, reason, moving=True)
 
     async def _mark(self, tick: int) -> list[Snapshotted]:
         """Every stage's snapshot at the boundary before `tick`, which is not released yet. Outlives repairs."""

@@ -5,6 +5,7 @@ Executors are reached through `ExecutorProcess`, trainers through `Session`; thi
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import time
@@ -41,6 +42,7 @@ from peer.trainer_state import write_atomic
 log = logging.getLogger("peer.daemon")
 
 OPDAGS_KEPT = 16
+GRACE_S = 3.5  # for a trainer to take over the stages of a volunteer that leaves; `fusion-peer leave` ends within 10 s
 SNAPSHOTS_KEPT = 4  # of a stage: two complete sets, the one under way, one to spare
 Key = tuple[str, int]
 
@@ -89,6 +91,8 @@ class Volunteer:
         self.stages: dict[Key, HostedStage] = {}
         self.sessions: dict[str, Session] = {}
         self._home, self._changed = home, changed
+        self._empty = asyncio.Event()  # the last stage has gone
+        self._going = ""  # why stages are handed over now
         self._held_back: set[str] = set()  # runs whose stages send nothing: their trainer is silent
         self._opdags = home / "opdags"
         self._opdags.mkdir(exist_ok=True, mode=0o700)
@@ -122,6 +126,8 @@ class Volunteer:
         """Check, then hand to the device's executor, which answers later. RefusedError otherwise."""
         if not self.leases.leads(session.cert):
             raise RefusedError("lease", f"run {session.spec.run} is led by another trainer now")
+        if self._going:
+            raise RefusedError("policy", self._going)
         a = check_assignment(offer.assignment, session.spec, session.cert, target_peer=self.peer_id, now=time.time())
         others = sum(1 for key in self.stages if key != (a.run, a.stage))
         check_run(self.policy, session.spec, minute_of_day())
@@ -258,13 +264,26 @@ class Volunteer:
                 log.warning("run %s: stage %d was not ready within %.0f s; its executor ends", run, number, OFFER_S)
                 self.executors[stage.assignment.device].kill()
 
-    async def evict(self, reason: str) -> None:
-        """Give up every stage, telling the trainers: this volunteer pauses or leaves."""
+    async def evict(self, reason: str, grace_s: float = 0.0) -> None:
+        """Give up every stage, telling the trainers: this volunteer pauses or leaves.
+
+        For `grace_s` at most the stages still serve, so that the trainers may hand them over; offers are refused.
+        """
         for (run, number), stage in list(self.stages.items()):
             fault = StageFault(
                 run=run, stage=number, incarnation=stage.assignment.incarnation, code="leaving", reason=reason
             )
             self._post(run, fault)
+        self._going = reason
+        try:
+            async with asyncio.timeout(grace_s):
+                while self.stages:
+                    self._empty.clear()
+                    await self._empty.wait()
+        except TimeoutError:
+            log.info("nobody took %d stages within %.0f s", len(self.stages), grace_s)
+        finally:
+            self._going = ""
         for run in {run for run, _ in self.stages}:
             await self.drop_run(run, reason)
 
@@ -289,6 +308,8 @@ class Volunteer:
         if stage is not None:
             self._discard(*stage.snapshots.values(), stage.state_hash)
             self._changed()
+        if not self.stages:
+            self._empty.set()
 
     def _discard(self, *blobs: str) -> None:
         """Delete those that no stage here has as a snapshot or waits to be built from."""

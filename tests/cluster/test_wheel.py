@@ -39,6 +39,7 @@ def test_wheel_installs_alone_and_carries_no_tests(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {n.split("/")[0] for n in names}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"dht", "fusion_p2p", "peer"}
+    assert {n for n in files if n.startswith("dht/web/static/")} <= set(names)  # the monitor's page
 
     env_dir = tmp_path / "env"
     venv.EnvBuilder(with_pip=True).create(env_dir)

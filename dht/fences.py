@@ -269,11 +269,14 @@ class FenceMachine:
         self._enter(rules.fence_name(self.me, now), self.me, 1, "no leader in reach: founded")
 
     def _as_member(self, now: float) -> None:
-        lead = self._lead
+        lead, known = self._lead, self.sights.table.get(self.leader)
+        if known is not None and known.heard_at > self._entered and known.beat.fence not in ("", self.fence):
+            self._merge_under(known.beat.leader)  # it leads no more, as it says itself
+            return
         if lead is not None and lead.published + LEASE_S >= now:
             self._stand_at = None
             if lead.resigned_to:
-                self._merge_after(lead)
+                self._merge_under(lead.resigned_to)
                 return
             if lead.leader != self.leader:
                 self._reason = f"{lead.leader[-8:]} leads, term {lead.term}"
@@ -295,16 +298,16 @@ class FenceMachine:
             self._lead = None
             self._reason = f"the leader's lease ran out: stood, term {self.term}"
 
-    def _merge_after(self, lead: FenceRecord) -> None:
-        target = self.sights.table.get(lead.resigned_to)
+    def _merge_under(self, leader: str) -> None:
+        old, target = self.fence, self.sights.table.get(leader)
         if target is not None and target.leading and rules.within(self.sights.nearest(12), target, rules.LEAVE_GAP):
-            self._follow(target, f"fence {lead.fence[:6]} was merged")
+            self._follow(target, f"fence {old[:6]} was merged")
             return
         best = self._best_leader()
-        if best is not None and best.beat.fence != lead.fence:
-            self._follow(best, f"fence {lead.fence[:6]} was merged")
+        if best is not None and best.beat.fence != old:
+            self._follow(best, f"fence {old[:6]} was merged")
         else:
-            self._enter("", "", 0, f"fence {lead.fence[:6]} was merged, its leader is not near")
+            self._enter("", "", 0, f"fence {old[:6]} was merged, its leader is not near")
 
     def _weigh_change(self, lead: FenceRecord) -> None:
         """Another fence only for a clear gain, seen REPEATS times in a row."""

@@ -178,7 +178,7 @@ async def _serve_one(
             return await _say(writer, Have(size, f"offset {request.offset} of {size}"))
         await _say(writer, Have(size))
         file.seek(request.offset)
-        while chunk := file.read(CHUNK_BYTES):
+        while chunk := file.read(limiter.slice_bytes(CHUNK_BYTES)):
             async with asyncio.timeout(settings.dead_s * 8):
                 await writer.write(chunk)
     with contextlib.suppress(*STREAM_ERRORS):  # the asker closes when it has all: until then bytes are on their way

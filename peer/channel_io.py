@@ -116,9 +116,9 @@ class LiveWriter:
     async def write(self, head: bytes, payload: bytes = b"") -> None:
         async with self._lock:
             await self._put(head)
-            view = memoryview(payload)
-            for at in range(0, len(payload), CHUNK_BYTES):
-                await self._put(view[at : at + CHUNK_BYTES])
+            view, step = memoryview(payload), self._limiter.slice_bytes(CHUNK_BYTES)
+            for at in range(0, len(payload), step):
+                await self._put(view[at : at + step])
 
     async def _put(self, data: bytes | memoryview) -> None:
         await self._limiter.take(len(data))

@@ -119,6 +119,8 @@ def load(path: Path, run: str = "") -> tuple[CheckpointInfo, dict[str, torch.Ten
     if hashlib.blake2b(data, digest_size=32).hexdigest() != described.blake2b:
         raise InputError(f"{path / WEIGHTS} was altered: its hash does not match; use an older checkpoint")
     weights = safetensors.torch.load(data)
+    if missing := set(described.aliases.values()) - weights.keys():
+        raise InputError(f"{path / DESCRIPTION} was altered: it ties {min(missing)!r}, which {WEIGHTS} does not hold")
     return described, weights | {name: weights[kept] for name, kept in described.aliases.items()}
 
 

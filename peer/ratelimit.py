@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+SLICE_S = 0.05  # streams that share a cap wait for one another: tens of them stay within a heartbeat
+MIN_SLICE_BYTES = 1 << 10
+
 
 class Bucket:
     """`bytes_per_s` on average, at most `burst` bytes at once."""
@@ -24,6 +27,10 @@ class Limiter:
     def __init__(self, bytes_per_s: float | None, *, burst: int = 256 << 10) -> None:
         self._rate, self._burst = bytes_per_s, burst
         self._bucket: Bucket | None = None
+
+    def slice_bytes(self, most: int) -> int:
+        """How much to put on a stream at once: so little that a capped sender never falls silent in between."""
+        return most if self._rate is None else max(MIN_SLICE_BYTES, min(most, int(self._rate * SLICE_S)))
 
     async def take(self, count: int) -> None:
         if self._rate is None:

@@ -13,6 +13,7 @@ from fusion_p2p.frame import Frame, Kind
 from peer.channel_io import ChannelSettings
 from peer.links import LinkEvent, Links
 from peer.protocol import Endpoint
+from peer.ratelimit import Limiter
 from tests.memory_transport import Network
 
 RUN = "ab" * 16
@@ -231,6 +232,19 @@ def test_a_frozen_peer_is_lost_and_a_healed_one_is_back() -> None:
             await _until(lambda: any(e.code == "back" for e in events))
             await a.send(act(0, 1, b"2"))
             assert (await take(b, 1))[0].micro_batch == 1
+
+    run(main())
+
+
+def test_a_capped_sender_is_slow_but_never_silent() -> None:
+    async def main() -> None:
+        events: list[LinkEvent] = []
+        limiter = Limiter(400e3)  # a whole chunk would take longer than `dead_s`
+        async with pair(Network(), events=events, limiter=limiter) as (a, b):
+            sent = [act(0, m, bytes(600_000)) for m in range(2)]
+            await _send_all(a, sent)
+            assert await take(b, 2) == sent
+        assert not [e for e in events if e.code in ("broken", "lost")]
 
     run(main())
 

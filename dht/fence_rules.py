@@ -24,6 +24,7 @@ LEAVE_GAP = 6.0  # and beyond this it is not; between the two lies room for nois
 GAIN = 2.0  # another leader must be this many times nearer,
 REPEATS = 4  # in this many rounds one after the other
 MAX_MEMBERS = 128  # larger sites are several fences, so that a leader's work stays bounded
+FULL_MEMBERS = MAX_MEMBERS * 5 // 4  # beyond it members leave again; heartbeats of those who left count for a while
 _RATED_PEERS = 3
 SILENT_S = TTL_S + REFRESH_S  # a heartbeat older than this is a dead member's
 

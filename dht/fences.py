@@ -330,7 +330,7 @@ class FenceMachine:
         elif not rules.within(near, mine, rules.LEAVE_GAP):
             if self._again("-"):
                 self._enter("", "", 0, f"the leader is {rules.LEAVE_GAP:g} times as far as the nearest peers")
-        elif lead.members > rules.MAX_MEMBERS * 5 // 4 and self._rng.random() < 1 - rules.MAX_MEMBERS / lead.members:
+        elif lead.members > rules.FULL_MEMBERS and self._rng.random() < 1 - rules.MAX_MEMBERS / lead.members:
             self._enter("", "", 0, f"fence {lead.fence[:6]} is full")
         else:
             self._streak = ("", 0)
@@ -357,7 +357,7 @@ class FenceMachine:
     def _rival(self) -> Sight | None:
         """A leader of another fence that is as near as this one's members, and outranks."""
         near = self.sights.nearest(12)
-        room = rules.MAX_MEMBERS - self.members_known
+        room = rules.FULL_MEMBERS - self.members_known
         found = [
             s
             for s in self.sights.table.values()

@@ -26,7 +26,7 @@ export class SwarmMap {
     });
     this.cy.on("tap", "node.peer", (e) => this.open("peer", e.target.id()));
     this.cy.on("tap", "node.fence", (e) => { if (e.target.data("known")) this.open("fence", e.target.id().slice(6)); });
-    this.cy.on("mouseover", "node, edge", (e) => this.say(e.target.data("said") ?? ""));
+    this.cy.on("mouseover", "node, edge", (e) => this.say(e.target.scratch("said") ?? e.target.data("said") ?? ""));
     this.cy.on("mouseout", () => this.say(""));
     container.addEventListener("keydown", (e) => this.key(e));
     new ResizeObserver(() => { this.cy.resize(); this.fit(); }).observe(container);
@@ -108,22 +108,26 @@ export class SwarmMap {
       d.peers.sort((a, b) => (a.leads !== b.leads ? (a.leads ? -1 : 1) : a.peer < b.peer ? -1 : 1));
       d.peers.forEach((peer, i) => {
         const far = space * Math.sqrt(i), turn = i * 2.399963;
-        nodes.push({ group: "nodes", classes: "peer", position: { x: d.x + far * Math.cos(turn), y: d.y + far * Math.sin(turn) },
+        const kinds = this.kinds(peer, names);
+        nodes.push({ group: "nodes", classes: kinds, scratch: { kinds }, position: { x: d.x + far * Math.cos(turn), y: d.y + far * Math.sin(turn) },
           data: { id: peer.peer, label: short(peer.peer), names } });
       });
     }
     this.cy.add(nodes);
   }
 
+  kinds(p, names) {
+    return `peer ${p.state}${p.leads ? " leads" : ""}${names || p.leads ? " named" : ""}${this.at === p.peer ? " at" : ""}`;
+  }
+
   paint(groups, picture) {
     for (const peers of groups.values()) {
       for (const p of peers) {
         const node = this.cy.getElementById(p.peer);
-        const kinds = `peer ${p.state}${p.leads ? " leads" : ""}${node.data("names") || p.leads ? " named" : ""}`;
-        const wanted = kinds + (this.at === p.peer ? " at" : "");
+        const wanted = this.kinds(p, node.data("names"));
         if (node.scratch("kinds") !== wanted) { node.classes(wanted); node.scratch("kinds", wanted); }
         const stages = p.hosts.filter((x) => x.stage >= 0).map((x) => `stage ${x.stage} of ${x.name || x.run.slice(0, 8)}`);
-        node.data("said", `${short(p.peer)}: ${p.state}${p.leads ? ", leads its fence" : ""}${stages.length ? `, ${stages.join(", ")}` : ""}`);
+        node.scratch("said", `${short(p.peer)}: ${p.state}${p.leads ? ", leads its fence" : ""}${stages.length ? `, ${stages.join(", ")}` : ""}`);
       }
     }
     this.edges(picture);
@@ -219,7 +223,7 @@ export class SwarmMap {
     best.scratch("kinds", "");
     const box = best.renderedPosition(), { width, height } = this.container.getBoundingClientRect();
     if (box.x < 0 || box.y < 0 || box.x > width || box.y > height) this.cy.center(best);
-    this.say(best.data("said") ?? "");
+    this.say(best.scratch("said") ?? "");
   }
 }
 

@@ -8,6 +8,9 @@ from typing import TypeAlias
 import msgspec
 
 from fusion_p2p.plan import Plan
+from peer.plain import one_line
+
+MAX_TEXT = 2000
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +48,9 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     peer: str = ""
     stage: int = -1
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "text", one_line(self.text, MAX_TEXT))
 
 
 class PlanAdopted(msgspec.Struct, frozen=True):

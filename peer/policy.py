@@ -22,6 +22,7 @@ MAX_MICRO_BATCHES = 1 << 16
 MAX_MICRO_BATCH_SIZE = 1 << 20
 MAX_STAGES_OF_RUN = 4096
 MAX_THREADS = 4096
+MAX_NAME = 200
 MAX_UINT32 = (1 << 32) - 1
 MAX_HOLDERS = 16
 _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
@@ -62,7 +63,12 @@ def within_hours(hours: str, minute_of_day: int) -> bool:
 
 
 def check_run(policy: Policy, spec: RunSpec, minute_of_day: int) -> None:
-    """Whether this run may have stages here now; RefusedError (policy) says why not."""
+    """Whether this run may have stages here now; RefusedError (policy) says why not.
+
+    Its name is shown here in status and logs.
+    """
+    if not (spec.name.isprintable() and len(spec.name) <= MAX_NAME):
+        raise RefusedError("policy", f"the run's name is not one printable line of at most {MAX_NAME} characters")
     owner = spec.owner.hex()
     if policy.owners and not any(owner.startswith(o) for o in policy.owners):
         raise RefusedError("policy", f"this volunteer takes runs of named owners only, not of {owner[:16]}")

@@ -8,15 +8,24 @@ Tensor frames never pass here: they go from executor to executor over `data_prot
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from fusion_p2p.plan import Numerics
 from fusion_p2p.settings import OptimizerSpec
+from peer.plain import one_line
 
 PROTOCOL_VERSION = 1
 CONTROL = f"/fusion/{PROTOCOL_VERSION}/control"
 BLOBS = f"/fusion/{PROTOCOL_VERSION}/blobs"
 MAX_MESSAGE = 16 << 20
+
+# What a volunteer says is bounded where it is decoded: it is shown, summed and put on the board.
+Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Channel = Annotated[str, Meta(pattern="^-?[0-9]{1,10}--?[0-9]{1,10}$")]
 
 
 def data_protocol(endpoint: str) -> str:
@@ -144,6 +153,9 @@ class Drop(msgspec.Struct, frozen=True, tag="drop", kw_only=True):
     stage: int
     reason: str = ""
 
+    def __post_init__(self) -> None:
+        _plain(self, "reason")
+
 
 # --- volunteer -> trainer
 
@@ -167,9 +179,12 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
     code: str
     reason: str
     stage: int = -1
-    needed: int = 0
-    cap: int = 0
+    needed: Bytes = 0
+    cap: Bytes = 0
     run: str = ""
+
+    def __post_init__(self) -> None:
+        _plain(self, "code", "reason", "run")
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted", kw_only=True):
@@ -177,9 +192,9 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", kw_only=True):
     stage: int
     incarnation: int
     endpoint: str
-    memory_bytes: int
-    trial_forward_s: float = 0.0
-    trial_backward_s: float = 0.0
+    memory_bytes: Bytes
+    trial_forward_s: Seconds = 0.0
+    trial_backward_s: Seconds = 0.0
 
 
 class Snapshotted(msgspec.Struct, frozen=True, tag="snapshotted", kw_only=True):
@@ -198,9 +213,12 @@ class StageStatus(msgspec.Struct, frozen=True, tag="status", kw_only=True):
     incarnation: int
     tick: int
     waiting_for: str = ""
-    waited_s: float = 0.0
-    bytes_sent: dict[str, int] = {}  # "src-dst" -> bytes since the start
-    resident_bytes: int = 0
+    waited_s: Seconds = 0.0
+    bytes_sent: Annotated[dict[Channel, Bytes], Meta(max_length=4096)] = {}  # "src-dst" -> bytes since the start
+    resident_bytes: Bytes = 0
+
+    def __post_init__(self) -> None:
+        _plain(self, "waiting_for")
 
 
 class StageFault(msgspec.Struct, frozen=True, tag="fault", kw_only=True):
@@ -213,6 +231,9 @@ class StageFault(msgspec.Struct, frozen=True, tag="fault", kw_only=True):
     reason: str
     peer: str = ""
 
+    def __post_init__(self) -> None:
+        _plain(self, "code", "reason", "peer")
+
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     pass
@@ -220,3 +241,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
 
 ToVolunteer = Hello | StageOffer | Connect | Mark | Trim | Drop | Heartbeat
 ToTrainer = Welcome | Refused | Accepted | Snapshotted | StageStatus | StageFault | Heartbeat
+
+
+def _plain(message: msgspec.Struct, *fields: str) -> None:
+    """What the other side wrote is printed here, so it is one printable line from the moment it is decoded."""
+    for field in fields:
+        msgspec.structs.force_setattr(message, field, one_line(getattr(message, field)))

@@ -23,6 +23,9 @@ async def read_links(board: Board, records: Sequence[PeerRecord]) -> SwarmLinks:
     return links_of(book, (r.peer for r in records))
 
 
+KINDS = frozenset({"cpu", "cuda"})
+
+
 def links_of(book: LinkBook, peers: Iterable[str]) -> SwarmLinks:
     """What the book knows of the links between `peers`, and their fences."""
     named = sorted(set(peers))
@@ -40,7 +43,8 @@ def _counted(link: LinkEstimate) -> float:
 
 
 def offers_of(record: PeerRecord) -> list[DeviceOffer]:
-    """A peer's measured devices: "cpu", "cuda:0", ...; none of a peer that left or is paused."""
+    """A peer's measured devices: "cpu", "cuda:0", ...; none of a peer that left or is paused, and none of a kind that
+    no executor runs on: its name would be shown, and stand in plans."""
     if record.state in ("left", "paused"):
         return []
     counts: dict[str, int] = {}
@@ -48,7 +52,7 @@ def offers_of(record: PeerRecord) -> list[DeviceOffer]:
     for d in record.devices:
         index = counts.get(d.kind, 0)
         counts[d.kind] = index + 1
-        if d.flops_per_s > 0 and d.memory_bytes_per_s > 0 and d.free_bytes > 0:
+        if d.kind in KINDS and d.flops_per_s > 0 and d.memory_bytes_per_s > 0 and d.free_bytes > 0:
             offer = DeviceOffer(
                 peer=record.peer,
                 device=d.kind if d.kind == "cpu" else f"{d.kind}:{index}",

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from fusion_p2p.frame import TRAINER
 from fusion_p2p.plan import Plan
+from peer import plain
 from peer.events import EvalResult, Happening, LinkBytes, PlanAdopted, RunEvent, StepResult
 from peer.plot import spark
 
@@ -139,7 +140,7 @@ class Picture:
             table.add_column(column)
         for p in plan.placement:
             waits = self.links.waiting.get(p.stage, "")
-            table.add_row(str(p.stage), p.peer[-8:], p.device, str(p.window), waits)
+            table.add_row(*map(plain.one_line, (str(p.stage), p.peer[-8:], p.device, str(p.window), waits)))
         return table
 
 
@@ -189,7 +190,7 @@ class View:
             case RunEvent():
                 return f"{_clock(happening.time_s)}  {happening.text}"
             case PlanAdopted(plan=plan):
-                return plan.explain()
+                return plain.lines(plan.explain())
             case EvalResult():
                 return f"after step {happening.step}: {self._picture.held_out()}"
             case StepResult() if self._clock() >= self._next_line_s or happening.step + 1 == self._picture.steps:

@@ -264,3 +264,29 @@ def test_all_slower_alike_moves_nothing_but_the_prediction() -> None:
     assert revised.number == plan.number and revised.placement == plan.placement
     assert plan.prediction is not None and revised.prediction is not None
     assert revised.prediction.step_time_s == pytest.approx(3 * plan.prediction.step_time_s, rel=0.01)
+
+
+def test_two_sites_are_crossed_once() -> None:
+    site = {f"peer{i}": i % 2 for i in range(6)}
+    known = SwarmLinks(
+        links=tuple(
+            Link(
+                src=a,
+                dst=b,
+                bandwidth_bytes_per_s=125e6 if site[a] == site[b] else 2.5e6,
+                latency_s=1e-3 if site[a] == site[b] else 20e-3,
+            )
+            for a in site
+            for b in site
+            if a != b
+        ),
+        fences=(("peer0", "peer2", "peer4"), ("peer1", "peer3", "peer5")),
+    )
+    hosts = [DeviceOffer(peer=p, flops_per_s=1.0, memory_bytes=ROOM) for p in site]
+    costs = atoms(*[1.0] * 24, cut=1 << 20)
+    plan = make_plan(costs, hosts, PlanRequest(base=BASE, links=known))
+    order = [site[p.peer] for p in plan.placement]
+    assert plan.numerics.stages == 6 and sum(a != b for a, b in itertools.pairwise(order)) == 1
+    assert any(r.startswith("2 fences of 2 are crossed in 1 hops") for r in plan.reasons)
+    three = make_plan(costs, hosts, PlanRequest(base=BASE, links=known, stages=3))
+    assert len({site[p.peer] for p in three.placement}) == 1  # three of one site rather than the first three

@@ -1,0 +1,67 @@
+"""From records of the board to the planner's network."""
+
+from __future__ import annotations
+
+import pytest
+
+from dht.fence_records import LinkFigure, LinksRecord
+from dht.identity import Identity
+from dht.linkbook import LinkBook
+from dht.records import NO_FENCE, Device, PeerRecord
+from peer.offers import ASSUMED_BYTES_PER_S, network_of, sources
+from peer.swarm_network import LOOPBACK, RELAY_SHARE, links_of, offers_of
+from tests.dht_samples import CPU, peer_record
+
+CUDA = Device(
+    kind="cuda", name="card", flops_per_s=1e13, memory_bytes_per_s=1e12, memory_bytes=8 << 30, free_bytes=6 << 30
+)
+UNMEASURED = Device(
+    kind="cuda", name="card", flops_per_s=0.0, memory_bytes_per_s=0.0, memory_bytes=8 << 30, free_bytes=6 << 30
+)
+
+
+def peers(count: int, **fields: object) -> tuple[list[Identity], list[PeerRecord]]:
+    identities = [Identity.generate() for _ in range(count)]
+    return identities, [peer_record(i, **fields) for i in identities]
+
+
+def test_each_measured_device_is_an_offer() -> None:
+    _, (record,) = peers(1, devices=(CPU, UNMEASURED, CUDA))
+    found = offers_of(record)
+    assert [(o.device, o.memory_bytes, o.machine) for o in found] == [("cpu", 4 << 30, ""), ("cuda:1", 6 << 30, "")]
+    for state in ("left", "paused"):
+        assert offers_of(peers(1, state=state)[1][0]) == []
+
+
+@pytest.mark.parametrize(
+    ("addresses", "machine"),
+    [
+        (("/ip4/127.0.0.1/tcp/4001", "/ip6/::1/tcp/4001"), LOOPBACK),
+        (("/ip4/127.0.0.1/tcp/4001", "/ip4/10.0.0.7/tcp/4001"), ""),
+        ((), ""),
+    ],
+)
+def test_who_listens_on_loopback_only_is_on_this_machine(addresses: tuple[str, ...], machine: str) -> None:
+    _, (record,) = peers(1, addresses=addresses)
+    assert offers_of(record)[0].machine == machine
+
+
+def test_measured_relayed_assumed_and_own_links() -> None:
+    identities, records = peers(3)
+    a, b, c = (i.peer_id for i in identities)
+    figures = (
+        LinkFigure(peer=identities[1].public_key, rtt_us=10_000, up_kbps=8_000, down_kbps=16_000),
+        LinkFigure(peer=identities[2].public_key, rtt_us=40_000, up_kbps=8_000, relayed=True),
+    )
+    book = LinkBook(records, [LinksRecord(peer=a, fence=NO_FENCE, links=figures)])
+    known = links_of(book, (a, b, c))
+    rate = {(x.src, x.dst): x.bandwidth_bytes_per_s for x in known.links}
+    assert rate[a, b] == 1e6 and rate[b, a] == 2e6
+    assert rate[a, c] == RELAY_SHARE * 1e6
+    offers = [o for r in records for o in offers_of(r)]
+    net = network_of(offers, known)
+    place = {d.peer: i for i, d in enumerate(net.devices)}
+    assert net.latency_s[place[a], place[b]] == pytest.approx(5e-3)
+    missing = [(x, y) for x in place for y in place if x != y and (x, y) not in rate]
+    assert missing and all(net.bandwidth_bytes_per_s[place[x], place[y]] == ASSUMED_BYTES_PER_S for x, y in missing)
+    assert f"{len(missing)} of 6 links are not measured yet" in sources(offers, known)[0]

@@ -24,4 +24,9 @@ class AdmissionError(FusionError):
 
 
 class FrameError(FusionError):
-    """A tensor frame does not fit its edge's declared shape, type, order or bound."""
+    """A tensor frame does not fit its edge's declared shape, type, order or bound.
+
+    `src`: the endpoint that sent it, where that is known: not who received it is to blame.
+    """
+
+    src: int | None = None

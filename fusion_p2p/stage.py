@@ -7,6 +7,7 @@ runs in a volunteer's executor process and in `LocalPipeline`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -106,9 +107,10 @@ class Stage:
 
     def offer(self, frame: Frame) -> None:
         """Keep a received frame. FrameError if it does not fit what the program declares."""
-        self._inbox.put(frame, self.tick)
-        if frame.kind is Kind.STEP:
-            self._header_of(frame.payload)
+        with _blaming(frame.src):
+            self._inbox.put(frame, self.tick)
+            if frame.kind is Kind.STEP:
+                self._header_of(frame.payload)
 
     def advance(self) -> list[Frame] | None:
         """Perform one unit, backward before forward; the frames to send, or None when every unit waits for one."""
@@ -171,7 +173,8 @@ class Stage:
         foreign = {}
         for w in self.program.foreign:
             payload = self._inbox.take(Slot(Kind.WEIGHT, w.stages[0], w.value), self.tick)
-            foreign[w.value] = self._payloads.decode(payload, w.value)
+            with _blaming(w.stages[0]):
+                foreign[w.value] = self._payloads.decode(payload, w.value)
         self._compute.begin_tick(foreign)
         return [
             self._frame(Kind.WEIGHT, dst, w.value, 0, self._payloads.encode(self._compute.weights[w.value], w.value))
@@ -184,16 +187,15 @@ class Stage:
         header, m = self._opened(), self._now.forwards
         size = header.sizes[m]
         where = At(header, m)
-        data = {
-            v: self._payloads.decode_data(self._inbox.take(Slot(Kind.DATA, TRAINER, v), self.tick, m), v, size)
-            for v in self.program.inputs
-        }
-        received = {
-            e.value: self._payloads.decode_forward(
-                self._inbox.take(Slot(Kind.ACT, e.src, e.value), self.tick, m), e, where
-            )
-            for e in self.program.edges_in
-        }
+        data, received = {}, {}
+        with _blaming(TRAINER):
+            for v in self.program.inputs:
+                payload = self._inbox.take(Slot(Kind.DATA, TRAINER, v), self.tick, m)
+                data[v] = self._payloads.decode_data(payload, v, size)
+        for e in self.program.edges_in:
+            payload = self._inbox.take(Slot(Kind.ACT, e.src, e.value), self.tick, m)
+            with _blaming(e.src):
+                received[e.value] = self._payloads.decode_forward(payload, e, where)
         rng = RngKey(self._seed, header.step, m)
         outputs = self._compute.forward(m, MicroBatch(size, header.training, rng, data), received)
         self._now.forwards += 1
@@ -213,7 +215,8 @@ class Stage:
         grads: dict[int, torch.Tensor] = {}
         for e in sorted((e for e in self.program.edges_out if e.grad), key=lambda e: -e.dst):  # the latest first
             payload = self._inbox.take(Slot(Kind.GRAD, e.dst, e.value), self.tick, m)
-            g = self._payloads.decode_backward(payload, e, where)
+            with _blaming(e.dst):
+                g = self._payloads.decode_backward(payload, e, where)
             if g is not None:
                 grads[e.value] = grads[e.value] + g if e.value in grads else g
         found = self._compute.backward(m, grads, size / sum(header.sizes))
@@ -234,7 +237,8 @@ class Stage:
                 continue
             so_far = None
             if above is not None and (payload := self._inbox.take(Slot(Kind.WGRAD, above, w.value), self.tick)):
-                so_far = self._payloads.decode(payload, w.value)
+                with _blaming(above):
+                    so_far = self._payloads.decode(payload, w.value)
             sums[w.value] = total = self._compute.gradient(w.value, so_far)
             below = w.below(self._stage)
             if below is not None:
@@ -254,11 +258,12 @@ class Stage:
         """Global norm in name order, fp64; skip on NaN or infinity; clip as torch.nn.utils.clip_grad_norm_ does."""
         squares = dict(self._now.norms or {})
         for s in range(1, self.program.stages):
-            theirs = _decode(_NORMS, self._inbox.take(Slot(Kind.NORM, s, 0), self.tick), f"norms of stage {s}")
-            if unknown := [n for n in theirs if n not in self._value_of or n in squares]:
-                raise FrameError(f"norms of stage {s} name {unknown[0]!r}, which is not its parameter")
-            if lies := [n for n, square in theirs.items() if square < 0]:
-                raise FrameError(f"norms of stage {s}: the square {theirs[lies[0]]} of {lies[0]!r} is negative")
+            with _blaming(s):
+                theirs = _decode(_NORMS, self._inbox.take(Slot(Kind.NORM, s, 0), self.tick), f"norms of stage {s}")
+                if unknown := [n for n in theirs if n not in self._value_of or n in squares]:
+                    raise FrameError(f"norms of stage {s} name {unknown[0]!r}, which is not its parameter")
+                if lies := [n for n, square in theirs.items() if square < 0]:
+                    raise FrameError(f"norms of stage {s}: the square {theirs[lies[0]]} of {lies[0]!r} is negative")
             squares.update(theirs)
         norm = math.sqrt(sum(squares[name] for name in sorted(squares)))
         finite = math.isfinite(norm)
@@ -271,7 +276,8 @@ class Stage:
     def _do_update(self) -> list[Frame]:
         if self._now.verdict is None:
             payload = self._inbox.take(Slot(Kind.VERDICT, 0, 0), self.tick)
-            self._now.verdict = _decode(_VERDICT, payload, "verdict of stage 0")
+            with _blaming(0):
+                self._now.verdict = _decode(_VERDICT, payload, "verdict of stage 0")
         scale = self._now.verdict.scale
         if self._now.verdict.apply:
             grads = self._now.grads if scale == 1.0 else {n: g * scale for n, g in self._now.grads.items()}
@@ -346,6 +352,16 @@ class Stage:
 
     def _frame(self, kind: Kind, dst: int, value: int, m: int, payload: bytes) -> Frame:
         return Frame(kind, self._stage, dst, value, self.tick, m, payload)
+
+
+@contextlib.contextmanager
+def _blaming(src: int) -> Iterator[None]:
+    """A FrameError inside is the fault of endpoint `src`."""
+    try:
+        yield
+    except FrameError as error:
+        error.src = src
+        raise
 
 
 def _squared_norms(grads: Mapping[str, torch.Tensor]) -> dict[str, float]:

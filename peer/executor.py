@@ -23,6 +23,7 @@ from dht import p2p
 from dht.control import socket_path
 from dht.errors import DhtError
 from fusion_p2p.errors import FrameError, FusionError
+from fusion_p2p.frame import TRAINER
 from fusion_p2p.snapshot import to_bytes
 from peer.blobs import BlobStore, fetch_blob
 from peer.channel_io import ChannelSettings
@@ -205,6 +206,10 @@ class Executor:
         """A stage that the compute thread has taken out."""
         if is_out_of_memory(error):
             code, reason = "memory", f"stage {hosted.key[1]} ran out of memory, cap {gib(self._limit.cap_bytes)}"
+        elif isinstance(error, FrameError) and error.src is not None and error.src != TRAINER:
+            code, reason = "died", f"stage {error.src} sent what does not fit: {error}"
+            if hosted.links is not None:
+                hosted.links.report("frame", error.src, str(error))  # so that not the victim alone is known
         elif isinstance(error, FrameError):
             code, reason = "frame", str(error)
         elif isinstance(error, FusionError):

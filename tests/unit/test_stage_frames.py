@@ -149,6 +149,23 @@ def test_a_frame_that_does_not_fit_is_refused(fields: dict[str, object], words: 
         stage.offer(data)
 
 
+@pytest.mark.parametrize("kind", [Kind.ACT, Kind.GRAD, Kind.NORM, Kind.VERDICT, Kind.WEIGHT, Kind.WGRAD])
+def test_who_sent_a_malformed_payload_is_named(kind: Kind) -> None:
+    stages = make_stages(3)
+    waiting = deque(f for f in released(stages) if f.tick == 0)
+    changed_one: Frame | None = None
+    with pytest.raises(FrameError) as caught:
+        while waiting or not all(s.waiting_for() for s in stages):
+            while waiting:
+                frame = waiting.popleft()
+                if frame.kind is kind and changed_one is None:
+                    changed_one = frame = changed(frame, payload=frame.payload[:-1] or b"\xc1")
+                stages[frame.dst].offer(frame)
+            for s in stages:
+                waiting.extend(f for f in s.advance() or () if f.dst != TRAINER)
+    assert changed_one is not None and caught.value.src == changed_one.src
+
+
 def test_bound_is_told_before_a_payload_is_read() -> None:
     stage = make_stages(2)[0]
     data = next(f for f in released([stage]) if f.kind is Kind.DATA)
@@ -227,8 +244,9 @@ def test_norms_that_lie_skip_the_step_or_end_in_a_frame_error(square: float, wor
                 waiting.extend(f for f in s.advance() or () if f.dst != TRAINER)
 
     if words:
-        with pytest.raises(FrameError, match=words):
+        with pytest.raises(FrameError, match=words) as caught:
             deliver()
+        assert caught.value.src == 1
         return
     deliver()
     assert [s.tick for s in stages] == [1, 1]

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from fusion_p2p.capture import Captured, capture
 from tests import refused_models, zoo_transformers
 
 Built = tuple[nn.Module, Any, Any]
@@ -349,8 +352,29 @@ HAND_WRITTEN = (
     Case("training_only", "a branch on self.training", lambda: _regress(TrainingOnly(), 5)),
 )
 TRANSFORMERS = tuple(Case(*c) for c in zoo_transformers.CASES)
-SUPPORTED = TRANSFORMERS + HAND_WRITTEN
+DEEP = tuple(Case(*c) for c in zoo_transformers.DEEP)  # capturing these takes long
+SUPPORTED = TRANSFORMERS + DEEP + HAND_WRITTEN
 REFUSED = refused_models.CASES
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A built model, captured; `before` is its state as it was before that."""
+
+    model: nn.Module
+    batch: Any
+    loss: Any
+    captured: Captured
+    before: Mapping[str, torch.Tensor]
+
+
+@functools.cache
+def sample(case: Case) -> Sample:
+    """Captured once per process: it is by far the longest part of every test that needs it."""
+    torch.manual_seed(0)
+    model, batch, loss = case.build()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    return Sample(model, batch, loss, capture(model, batch, loss=loss), before)
 
 
 def support_markdown() -> str:

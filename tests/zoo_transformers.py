@@ -116,10 +116,12 @@ def _vit() -> tuple[Any, Any, Any]:
     return ViTForImageClassification(config), _images(), None
 
 
-def _resnet() -> tuple[Any, Any, Any]:
+def _resnet(*depths: int) -> tuple[Any, Any, Any]:
+    """Bottleneck blocks; narrow, so that only the depth costs time."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(embedding_size=4, hidden_sizes=[8, 16], depths=[1, 2], num_labels=4)
+    widths = [8 << k for k in range(len(depths))]
+    config = ResNetConfig(embedding_size=4, hidden_sizes=widths, depths=list(depths), num_labels=4)
     return ResNetForImageClassification(config), _images(), None
 
 
@@ -131,6 +133,10 @@ CASES = (
     ("bert", "transformers BERT, padded batch", _bert),
     ("t5", "transformers T5, shared embeddings", _t5),
     ("vit", "transformers ViT", _vit),
-    ("resnet", "transformers ResNet, bottleneck blocks, batch norm", _resnet),
+    ("resnet", "transformers ResNet, bottleneck blocks, batch norm", lambda: _resnet(1, 2)),
     ("mixtral", "transformers Mixtral, `batched_mm` experts", _mixtral),
+)
+DEEP = (
+    ("resnet50", "transformers ResNet with the blocks of ResNet-50", lambda: _resnet(3, 4, 6, 3)),
+    ("resnet101", "transformers ResNet with the blocks of ResNet-101", lambda: _resnet(3, 4, 23, 3)),
 )

@@ -22,6 +22,7 @@ from dht.node import Board
 from dht.p2p import P2PTransport
 from peer import caps, preflight
 from peer.blobs import BlobStore, serve_blobs
+from peer.buddy import Buddy
 from peer.channel_io import ChannelSettings
 from peer.daemon_session import ControlServer
 from peer.executor_process import ExecutorProcess
@@ -130,9 +131,11 @@ class Daemon:
         store = BlobStore(o.home / "blobs")
         _clear_old(o.home / "blobs")
         executors: dict[str, ExecutorProcess] = {}
+        settings = ChannelSettings(beat_s=o.beat_s, dead_s=o.dead_s)
         self._volunteer = volunteer = Volunteer(
-            transport.peer_id, o.home, o.policy, store, executors, lambda: self._publish(board)
-        )
+            transport.peer_id, o.home, o.policy, store, executors, lambda: self._publish(board),
+            buddy=Buddy(transport, store, o.home, settings),
+        )  # fmt: skip
         for name, device in board_names(o.devices):
             executors[name] = self._executor(name, device, transport, len(o.devices))
         settings = ChannelSettings(beat_s=o.beat_s, dead_s=o.dead_s)

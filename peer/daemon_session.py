@@ -21,6 +21,7 @@ from peer.protocol import (
     Drop,
     Heartbeat,
     Hello,
+    Keep,
     Mark,
     Refused,
     RunSpec,
@@ -80,6 +81,8 @@ class TrainerSession:
                     await self._offer(volunteer, message)
                 case Connect() | Mark() | Trim() | Drop():
                     await volunteer.command(self, message)
+                case Keep():
+                    await volunteer.keep(self, message)
                 case Hello():
                     raise WireError("a second hello on one control stream")
                 case Heartbeat():

@@ -128,6 +128,7 @@ class Connect(msgspec.Struct, frozen=True, tag="connect", kw_only=True):
     plan: int
     stage: int
     endpoints: tuple[Endpoint, ...]
+    buddies: Annotated[tuple[str, ...], Meta(max_length=4096)] = ()  # who else may fetch the stage's snapshots
 
 
 class Mark(msgspec.Struct, frozen=True, tag="mark", kw_only=True):
@@ -144,6 +145,16 @@ class Trim(msgspec.Struct, frozen=True, tag="trim", kw_only=True):
     run: str
     stage: int
     tick: int
+
+
+class Keep(msgspec.Struct, frozen=True, tag="keep", kw_only=True):
+    """Fetch this snapshot of somebody's stage and keep it, serving it to `readers`; answered by Kept."""
+
+    run: str
+    stage: int
+    tick: int
+    state: BlobRef
+    readers: Annotated[tuple[str, ...], Meta(max_length=4096)]
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop", kw_only=True):
@@ -205,6 +216,27 @@ class Snapshotted(msgspec.Struct, frozen=True, tag="snapshotted", kw_only=True):
     state: BlobRef
 
 
+class Kept(msgspec.Struct, frozen=True, tag="kept", kw_only=True):
+    """The snapshot is here, verified; or why it is not."""
+
+    run: str
+    stage: int
+    tick: int
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        _plain(self, "reason")
+
+
+class Took(msgspec.Struct, frozen=True, array_like=True):
+    """New frames accepted from a neighbour, their payload bytes, and the FLOPs, by this host's own copy of the OP-DAG,
+    of the micro-batches of which a tensor came (as if each were trained on)."""
+
+    frames: Bytes = 0
+    bytes: Bytes = 0
+    flops: Annotated[float, Meta(ge=0, le=1e30)] = 0.0
+
+
 class StageStatus(msgspec.Struct, frozen=True, tag="status", kw_only=True):
     """Every heartbeat. `waiting_for` names what the stage waits for, "" when it computes; rates from its streams."""
 
@@ -239,8 +271,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     pass
 
 
-ToVolunteer = Hello | StageOffer | Connect | Mark | Trim | Drop | Heartbeat
-ToTrainer = Welcome | Refused | Accepted | Snapshotted | StageStatus | StageFault | Heartbeat
+ToVolunteer = Hello | StageOffer | Connect | Mark | Trim | Keep | Drop | Heartbeat
+ToTrainer = Welcome | Refused | Accepted | Snapshotted | Kept | StageStatus | StageFault | Heartbeat
 
 
 def _plain(message: msgspec.Struct, *fields: str) -> None:

@@ -96,7 +96,7 @@ class Trainer:
         self.watch = Watch(sink, session.clock)
         self._turn = asyncio.Lock()
         self._balance = Balance(self._live)
-        self.sets = SetKeeper(self._live, self._turn)
+        self.sets = SetKeeper(self._live, self._turn, self.spawn)
         self._slots = asyncio.Semaphore(AHEAD)
         self._results: dict[int, asyncio.Future[TickResult]] = {}
         self._failed: asyncio.Future[None] | None = None

@@ -194,7 +194,7 @@ class Assembly:
         """Tell every host where the others live; those that could not be told."""
         endpoints, run, lost = self.endpoints(), self._session.spec.run, list[HostLost]()
         for k, (p, _) in sorted(self._accepted.items()):
-            message = Connect(run=run, plan=plan.number, stage=k, endpoints=endpoints)
+            message = Connect(run=run, plan=plan.number, stage=k, endpoints=endpoints, buddies=self.linked)
             try:
                 await self.host(p.peer).send(message)
             except HostLost as error:

@@ -21,6 +21,8 @@ from peer.protocol import (
     Drop,
     Heartbeat,
     Hello,
+    Keep,
+    Kept,
     Mark,
     Refused,
     Snapshotted,
@@ -72,6 +74,7 @@ class Host:
         self._transport, self._on_status, self._on_fault = transport, on_status, on_fault
         self._stream: MessageStream[ToTrainer] | None = None
         self._offers: dict[int, asyncio.Future[Accepted]] = {}
+        self._keeps: dict[tuple[int, int], asyncio.Future[Kept]] = {}
         self._marks: dict[tuple[int, int], asyncio.Future[Snapshotted]] = {}
         self._gone: HostLost | None = None
 
@@ -121,6 +124,11 @@ class Host:
         """The snapshot at the boundary before `mark.tick`, once the stage is there."""
         what = f"stage {mark.stage}'s snapshot at tick {mark.tick}"
         return await self._ask(self._marks, (mark.stage, mark.tick), mark, MARK_TIMEOUT_S, what)
+
+    async def keep(self, keep: Keep) -> Kept:
+        """Its answer, once the snapshot is there."""
+        what = f"stage {keep.stage}'s set at tick {keep.tick}"
+        return await self._ask(self._keeps, (keep.stage, keep.tick), keep, MARK_TIMEOUT_S, what)
 
     def abandon(self, reason: str) -> None:
         """Nobody waits for this host's snapshots any more."""
@@ -180,6 +188,8 @@ class Host:
                     _settle(self._offers.get(stage), refusal)
                 case Snapshotted(stage=stage, tick=tick):
                     _settle(self._marks.get((stage, tick)), message)
+                case Kept(stage=stage, tick=tick):
+                    _settle(self._keeps.get((stage, tick)), message)
                 case StageFault():
                     self._on_fault(self.peer, message)
                 case Refused(code="lease"):
@@ -204,6 +214,8 @@ class Host:
                 _settle(offer, self._gone)
             for mark in self._marks.values():
                 _settle(mark, self._gone)
+            for keep in self._keeps.values():
+                _settle(keep, self._gone)
         return self._gone
 
 

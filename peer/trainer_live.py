@@ -62,7 +62,7 @@ class Live:
     """`whole` is set while every stage of the plan has a live host; `lost`: peer of the plan -> why it is gone.
     `early`: the same of hosts of the plan that is about to be in force. `excluded`: peer -> until when it gets none.
     `leaving`: hosts that serve until the next complete set and then hand over -> why; `may_stay`: those of them that
-    go on serving if nobody takes their stages."""
+    go on serving if nobody takes their stages. `kept`: hash of the newest set's snapshots -> buddies that have it."""
 
     transport: Transport
     swarm: Swarm
@@ -81,6 +81,7 @@ class Live:
     excluded: dict[str, float] = field(default_factory=dict)
     leaving: dict[str, str] = field(default_factory=dict)
     may_stay: set[str] = field(default_factory=set)
+    kept: dict[str, list[str]] = field(default_factory=dict)
     placed: Placed | None = None
 
     @property
@@ -94,8 +95,12 @@ class Live:
         return self.placed
 
     def refs(self, manifest: Manifest) -> dict[int, BlobRef]:
-        """The set's snapshots as we serve them."""
-        return {e.stage: BlobRef(e.hash, e.size, (self.transport.peer_id,)) for e in manifest.stages}
+        """The set's snapshots, and who serves them: we, and buddies that are there."""
+        me, there = self.transport.peer_id, self.assembly.linked
+        return {
+            e.stage: BlobRef(e.hash, e.size, (me, *(b for b in self.kept.get(e.hash, ()) if b in there)))
+            for e in manifest.stages
+        }
 
     def exclude(self, peer: str, for_s: float = math.inf) -> None:
         self.excluded[peer] = max(self.session.clock() + for_s, self.excluded.get(peer, 0.0))

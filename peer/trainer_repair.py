@@ -52,6 +52,13 @@ class Repair:
             f"saved up to step {live.now.newest.step}, continue with: fusion-run resume {live.folder.root}"
         )
 
+    def _proposed(self, gone: frozenset[str]) -> list[str]:
+        """Who is asked first: buddies, which have the state already, then whom the fence's leader names."""
+        live = self._live
+        lost = {k for peer in gone for k in self._stages_of(peer)}
+        kept = [peer for e in live.now.newest.stages if e.stage in lost for peer in live.kept.get(e.hash, ())]
+        return [*kept, *live.swarm.nominees(gone)]
+
     async def _rehost(self, look: bool) -> str:
         """One try; why it cannot be done now, or "". `look`: read the board anew, which may take seconds."""
         live, now = self._live, self._live.now
@@ -66,7 +73,7 @@ class Repair:
         try:
             base = msgspec.structs.replace(now.plan, number=now.number)
             factor = PlanRequest(base=base.numerics).state_factor
-            plan = rehost(base, gone, group, live.atoms, offers, factor, live.swarm.nominees(gone))
+            plan = rehost(base, gone, group, live.atoms, offers, factor, self._proposed(gone))
         except InputError as error:
             return str(error)
         before, now.number = now.plan, plan.number

@@ -11,6 +11,8 @@ from fusion_p2p.plan import Numerics, StagePlacement
 from peer.blobs import fetch_blob
 from peer.errors import BlobError
 from peer.protocol import BlobRef, Mark, Snapshotted, Trim
+from peer.trainer_assembly import Spawn
+from peer.trainer_buddies import BuddyKeeper
 from peer.trainer_host import HostLost
 from peer.trainer_live import Live
 from peer.trainer_state import Manifest, StageFile
@@ -23,8 +25,9 @@ TRIES = 5
 class SetKeeper:
     """`turn` is held while ticks are released; a mark holds it, so that it names a tick not yet released."""
 
-    def __init__(self, live: Live, turn: asyncio.Lock) -> None:
-        self._live, self._turn = live, turn
+    def __init__(self, live: Live, turn: asyncio.Lock, spawn: Spawn) -> None:
+        self._live, self._turn, self._spawn = live, turn, spawn
+        self._buddies = BuddyKeeper(live)
         self._saving = asyncio.Lock()
 
     @property
@@ -76,6 +79,7 @@ class SetKeeper:
                 live.lose(lost.peer, lost.reason)
         live.say("saved", f"complete set at step {manifest.step}")
         self._let_go()
+        self._spawn(self._buddies.spread(manifest, {p.stage: p.peer for p in live.now.plan.placement}))
 
     def _let_go(self) -> None:
         """Hosts that waited for a set may go: nothing of theirs is needed any more."""

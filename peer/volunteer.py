@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from peer.blobs import BlobStore
+from peer.buddy import Buddy
 from peer.errors import ExecutorDied, RefusedError
 from peer.executor_process import Death, ExecutorProcess
 from peer.executor_protocol import FromExecutor, HostStage, Lease
@@ -26,6 +27,8 @@ from peer.protocol import (
     Assignment,
     Connect,
     Drop,
+    Keep,
+    Kept,
     Mark,
     Refused,
     RunSpec,
@@ -43,6 +46,7 @@ log = logging.getLogger("peer.daemon")
 
 OPDAGS_KEPT = 16
 GRACE_S = 3.5  # for a trainer to take over the stages of a volunteer that leaves; `fusion-peer leave` ends within 10 s
+KEEPING = 16  # snapshots of others that are fetched at once
 SNAPSHOTS_KEPT = 4  # of a stage: two complete sets, the one under way, one to spare
 Key = tuple[str, int]
 
@@ -85,12 +89,14 @@ class Volunteer:
         store: BlobStore,
         executors: Mapping[str, ExecutorProcess],
         changed: Callable[[], None],
+        buddy: Buddy | None = None,
     ) -> None:
         self.peer_id, self.policy, self.store, self.executors = peer_id, policy, store, executors
         self.leases = Leases()
         self.stages: dict[Key, HostedStage] = {}
         self.sessions: dict[str, Session] = {}
-        self._home, self._changed = home, changed
+        self._home, self._changed, self._buddy = home, changed, buddy
+        self._keeping: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()  # the last stage has gone
         self._going = ""  # why stages are handed over now
         self._held_back: set[str] = set()  # runs whose stages send nothing: their trainer is silent
@@ -113,7 +119,7 @@ class Volunteer:
         run = session.spec.run
         if self.sessions.get(run) is session:
             del self.sessions[run]
-            if not any(r == run for r, _ in self.stages):
+            if not any(r == run for r, _ in self.stages) and not (self._buddy and self._buddy.keeps_for(run)):
                 self.leases.end(run)
 
     def have_opdags(self) -> tuple[str, ...]:
@@ -164,7 +170,7 @@ class Volunteer:
             return
         if isinstance(message, Connect):
             named = {e.peer for e in message.endpoints}
-            stage.peers = frozenset(named | {session.cert.trainer_peer})
+            stage.peers = frozenset(named | {session.cert.trainer_peer, *message.buddies})
         if isinstance(message, Trim):
             for tick in [t for t in stage.snapshots if t < message.tick]:
                 self._discard(stage.snapshots.pop(tick))
@@ -172,6 +178,21 @@ class Volunteer:
             log.info("stage %d of run %s dropped: %s", message.stage, message.run, message.reason[:200])
             self._forget(key)
         await self._tell(stage.assignment.device, message)
+
+    async def keep(self, session: Session, message: Keep) -> None:
+        """Keep a snapshot of another host's stage; the answer comes when it is here."""
+        buddy, trainer = self._buddy, session.cert.trainer_peer
+        may = message.run == session.spec.run and self.leases.leads(session.cert)
+        if buddy is None or not may or len(self._keeping) >= KEEPING:
+            reason = "busy" if may else "not this session's run"
+            return session.post(Kept(run=message.run, stage=message.stage, tick=message.tick, reason=reason))
+
+        async def fetch() -> None:
+            session.post(await buddy.keep(message, trainer))
+
+        task = asyncio.create_task(fetch())
+        self._keeping.add(task)
+        task.add_done_callback(self._keeping.discard)
 
     def heard(self, session: Session) -> None:
         self.leases.renew(session.cert, time.monotonic())
@@ -288,6 +309,8 @@ class Volunteer:
             await self.drop_run(run, reason)
 
     async def drop_run(self, run: str, reason: str) -> None:
+        if self._buddy is not None:
+            self._buddy.drop_run(run)
         for (r, number), stage in list(self.stages.items()):
             if r == run:
                 self._forget((r, number))
@@ -295,10 +318,11 @@ class Volunteer:
 
     def may_fetch(self, peer: str, run: str, blob: str) -> bool:
         """Only peers that the run's plan names are served its snapshots."""
-        return any(
+        hosted = any(
             r == run and peer in stage.peers and blob in stage.snapshots.values()
             for (r, _), stage in self.stages.items()
         )
+        return hosted or (self._buddy is not None and self._buddy.may_fetch(peer, run, blob))
 
     # ---
 
@@ -315,7 +339,8 @@ class Volunteer:
         """Delete those that no stage here has as a snapshot or waits to be built from."""
         wanted = {b for s in self.stages.values() for b in (*s.snapshots.values(), *[s.state_hash] * (not s.accepted))}
         for blob in set(blobs) - wanted:
-            self.store.delete(blob)
+            if self._buddy is None or not self._buddy.wants(blob):
+                self.store.delete(blob)
 
     def _post(self, run: str, message: msgspec.Struct) -> None:
         session = self.sessions.get(run)

@@ -1,0 +1,79 @@
+"""What a volunteer keeps of other volunteers' stages: their newest snapshots, as the trainer asks (DESIGN section 2).
+
+Bytes come from whoever holds them and are verified before they count; they go again with the next complete set.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from dht.transport import Transport
+from peer.blobs import BlobStore, fetch_blob
+from peer.channel_io import ChannelSettings
+from peer.errors import BlobError
+from peer.protocol import Keep, Kept
+
+log = logging.getLogger(__name__)
+
+DISK_SHARE = 0.25  # of the free disk that one snapshot may take
+SETS_KEPT = 2
+MAX_STAGES = 64
+
+
+class _Held(msgspec.Struct, frozen=True):
+    blob: str
+    readers: frozenset[str]
+
+
+class Buddy:
+    """`keep` fetches; the rest says what is here. One loop."""
+
+    def __init__(self, transport: Transport, store: BlobStore, folder: Path, settings: ChannelSettings) -> None:
+        self._transport, self._store, self._folder, self._settings = transport, store, folder, settings
+        self._held: dict[tuple[str, int], dict[int, _Held]] = {}
+
+    async def keep(self, message: Keep, trainer: str) -> Kept:
+        """Fetch and keep the snapshot; `Kept.reason` says why it is not kept."""
+        key, ref = (message.run, message.stage), message.state
+        answer = Kept(run=message.run, stage=message.stage, tick=message.tick)
+        room = int(DISK_SHARE * shutil.disk_usage(self._folder).free)
+        if key not in self._held and len(self._held) >= MAX_STAGES:
+            return msgspec.structs.replace(answer, reason=f"{MAX_STAGES} stages are kept here already")
+        try:
+            await fetch_blob(
+                self._transport, self._store, message.run, ref, max_bytes=room, settings=self._settings
+            )  # fmt: skip
+        except (BlobError, OSError) as error:
+            return msgspec.structs.replace(answer, reason=str(error)[:200])
+        ticks = self._held.setdefault(key, {})
+        ticks[message.tick] = _Held(ref.hash, frozenset({*message.readers, trainer}))
+        for tick in sorted(ticks)[:-SETS_KEPT]:
+            self._discard(ticks.pop(tick).blob)
+        return answer
+
+    def wants(self, blob: str) -> bool:
+        """Whether the bytes are kept for somebody."""
+        return any(held.blob == blob for _, held in self._all())
+
+    def keeps_for(self, run: str) -> bool:
+        return any(r == run for r, _ in self._all())
+
+    def may_fetch(self, peer: str, run: str, blob: str) -> bool:
+        return any(r == run and held.blob == blob and peer in held.readers for r, held in self._all())
+
+    def drop_run(self, run: str) -> None:
+        for key in [k for k in self._held if k[0] == run]:
+            for held in self._held.pop(key).values():
+                self._discard(held.blob)
+
+    def _all(self) -> Iterator[tuple[str, _Held]]:
+        return ((run, held) for (run, _), ticks in self._held.items() for held in ticks.values())
+
+    def _discard(self, blob: str) -> None:
+        if not self.wants(blob):
+            self._store.delete(blob)

@@ -1,0 +1,72 @@
+"""Buddies: each stage's newest snapshot is also kept by another volunteer (DESIGN section 2).
+
+So the trainer's uplink is not the only one that a rebuilt stage is fed from, and a buddy that takes the stage over has
+its state already. What the run folder holds is complete without them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from dht.errors import DhtError
+from fusion_p2p.plan import Plan
+from peer.errors import RefusedError
+from peer.protocol import BlobRef, Keep
+from peer.trainer_host import HostLost
+from peer.trainer_live import Live
+from peer.trainer_state import Manifest
+
+log = logging.getLogger(__name__)
+
+
+class BuddyKeeper:
+    """`spread` runs after each complete set; it never raises for a volunteer that does not keep."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    async def spread(self, manifest: Manifest, hosts: dict[int, str]) -> None:
+        """Ask a buddy per stage to keep its snapshot of this set; `hosts`: who made it."""
+        live = self._live
+        chosen = buddies(live.now.plan, live.assembly.linked)
+        readers = tuple({p.peer for p in live.now.plan.placement} | set(live.assembly.linked))
+
+        async def one(stage: int, ref: BlobRef, buddy: str) -> None:
+            message = Keep(run=live.run, stage=stage, tick=manifest.tick, state=ref, readers=readers)
+            try:
+                kept = await live.assembly.host(buddy).keep(message)
+            except (HostLost, RefusedError, DhtError) as error:
+                log.info("buddy %s of stage %d: %s", buddy, stage, error)
+                return
+            if kept.reason:
+                live.say("waiting", f"{buddy[-8:]} does not keep stage {stage}'s set: {kept.reason}", peer=buddy)
+            else:
+                live.kept.setdefault(ref.hash, []).append(buddy)
+
+        asked = []
+        for entry in manifest.stages:
+            if entry.stage in chosen:
+                holders = (live.transport.peer_id, *[hosts[entry.stage]] * (entry.stage in hosts))
+                asked.append(one(entry.stage, BlobRef(entry.hash, entry.size, holders), chosen[entry.stage]))
+        wanted = {e.hash for e in manifest.stages}
+        live.kept = {blob: peers for blob, peers in live.kept.items() if blob in wanted}
+        await asyncio.gather(*asked)
+
+
+def buddies(plan: Plan, linked: Sequence[str]) -> dict[int, str]:
+    """Per stage a peer that can be reached and is not its host: spares first, then by load, far neighbours last.
+
+    A neighbour is likelier to be lost together with the host (one machine, one line), so others are preferred.
+    """
+    load = dict.fromkeys(linked, 0)
+    hosting = {p.peer for p in plan.placement}
+    out = {}
+    for p in plan.placement:
+        near = {q.peer for q in plan.placement if abs(q.stage - p.stage) <= 1}
+        free = [peer for peer in sorted(linked) if peer != p.peer]
+        if free:
+            out[p.stage] = min(free, key=lambda peer: (load[peer] + (peer in hosting), peer in near, peer))
+            load[out[p.stage]] += 1
+    return out

@@ -66,7 +66,9 @@ class _Hosted:
 
 
 class MiniVolunteer:
-    """`refuse`: what to answer to an offer of a stage. `kill` ends it as a power cut would."""
+    """`refuse`: what to answer to an offer of a stage. `trial_s`: what its trial step is said to take.
+
+    `kill` ends it as a power cut would."""
 
     def __init__(self, network: Network, peer: str, folder: Path, refuse: dict[int, Refused] | None = None) -> None:
         self.network, self.peer, self.transport = network, peer, network.transport(peer)
@@ -74,6 +76,7 @@ class MiniVolunteer:
         self.hosted: dict[int, _Hosted] = {}
         self.offered: list[int] = []
         self.alive = True
+        self.trial_s = 0.0
 
     async def start(self) -> None:
         await self.transport.serve(CONTROL, self._control)
@@ -151,7 +154,12 @@ class MiniVolunteer:
         hosted = self.hosted[a.stage] = _Hosted(stage, links)
         hosted.task = asyncio.create_task(hosted.run())
         return Accepted(
-            run=spec.run, stage=a.stage, incarnation=a.incarnation, endpoint=me.endpoint, memory_bytes=1 << 20
+            run=spec.run,
+            stage=a.stage,
+            incarnation=a.incarnation,
+            endpoint=me.endpoint,
+            memory_bytes=1 << 20,
+            trial_forward_s=self.trial_s,
         )
 
     async def _mark(self, messages: MessageStream[ToVolunteer], mark: Mark) -> None:

@@ -14,8 +14,9 @@ import torch
 from fusion_p2p.capture import Captured, capture
 from fusion_p2p.optim import AdamW
 from fusion_p2p.pipeline import LocalPipeline
-from fusion_p2p.plan import Numerics
+from fusion_p2p.plan import LinkCodec, Numerics
 from fusion_p2p.snapshot import from_bytes, initial_state, to_bytes, weights, weights_blake2b
+from fusion_p2p.workload import atoms
 from peer.blobs import serve_blobs
 from peer.channel_io import ChannelSettings
 from peer.events import Happening, RunEvent, StepResult
@@ -37,11 +38,12 @@ MINUTE = pytest.mark.timeout(60)
 
 
 class _Net(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         torch.manual_seed(3)
+        sizes = (8, width, width, width)
         self.layers = torch.nn.Sequential(
-            *(m for _ in range(4) for m in (torch.nn.Linear(8, 8), torch.nn.Tanh())), torch.nn.Linear(8, 1)
+            *(m for n in sizes for m in (torch.nn.Linear(n, width), torch.nn.Tanh())), torch.nn.Linear(width, 1)
         )
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -58,8 +60,10 @@ def captured() -> Captured:
     return capture(_Net(), batch(0))
 
 
-def expected(captured: Captured, cuts: tuple[int, ...], steps: int) -> tuple[list[float], str]:
-    local = LocalPipeline(captured, optimizer=OPTIMIZER, micro_batches=3, micro_batch_size=2, cuts=cuts)
+def expected(
+    captured: Captured, cuts: tuple[int, ...], steps: int, codecs: tuple[LinkCodec, ...] = ()
+) -> tuple[list[float], str]:
+    local = LocalPipeline(captured, optimizer=OPTIMIZER, micro_batches=3, micro_batch_size=2, cuts=cuts, codecs=codecs)
     return [local.train_step(batch(i)) for i in range(steps)], local.weights_blake2b()
 
 
@@ -101,7 +105,9 @@ class Lab:
         return next(v for v in self.volunteers if v.peer == peer)
 
     @asynccontextmanager
-    async def trainer(self, stages: int | None, *, recover_s: float = 20.0, marks: int = 4) -> AsyncIterator[Trainer]:
+    async def trainer(
+        self, stages: int | None, *, recover_s: float = 20.0, marks: int = 4, compression: str = "adatopk"
+    ) -> AsyncIterator[Trainer]:
         epoch = self.folder.next_epoch()
         transport = self.network.transport(f"trainer-{epoch}")
         signed, spec = self.folder.spec()
@@ -114,6 +120,7 @@ class Lab:
             options=TrainerOptions(
                 numerics=NUMERICS,
                 stages=stages,
+                compression=compression,
                 peers=len(self.volunteers),
                 gather_s=5.0,
                 recover_s=recover_s,
@@ -188,6 +195,55 @@ def test_a_refusal_makes_another_plan(captured: Captured, tmp_path: Path) -> Non
             assert {p.peer for p in trainer.plan.placement} == {"willing0", "willing1"}
             assert unwilling.offered and "refused" in lab.kinds()
             await lab.train(trainer, 0, 2)
+
+    asyncio.run(main())
+
+
+@MINUTE
+def test_a_trial_step_slower_than_promised_moves_work_before_the_start(captured: Captured, tmp_path: Path) -> None:
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        slow, fast = await lab.add("volunteer0"), await lab.add("volunteer1")
+        slow.trial_s, fast.trial_s = 1.0, 0.01
+        async with lab.trainer(2) as trainer:
+            plan = trainer.plan
+            bounds = (0, *plan.numerics.cuts, len(atoms(captured.opdag, 2)))
+            size = {p.peer: bounds[p.stage + 1] - bounds[p.stage] for p in plan.placement}
+            assert plan.number == 2 and len(slow.offered) == len(fast.offered) == 2
+            assert size["volunteer0"] == 1 < size["volunteer1"]
+            assert any("volunteer0"[-8:] in r and "trial step took" in r for r in plan.reasons)
+            want = expected(captured, plan.numerics.cuts, 3)
+            assert await lab.train(trainer, 0, 3) == want[0] and await lab.hash(trainer, 3) == want[1]
+        assert [entry.numerics for _, entry in lab.folder.numeric_log()] == [plan.numerics]
+
+    asyncio.run(main())
+
+
+@MINUTE
+def test_a_codec_is_signed_into_the_numeric_log_and_outlives_a_loss(tmp_path: Path) -> None:
+    captured = capture(_Net(width=128), batch(0))  # smaller frames are sent as they are
+
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        for k in range(4):
+            await lab.add(f"volunteer{k}")
+        async with lab.trainer(3, compression="int8") as trainer:
+            codecs = (LinkCodec(0, 1, "int8"), LinkCodec(1, 2, "int8"))
+            ((_, entry),) = lab.folder.numeric_log()
+            assert entry.numerics.codecs == trainer.plan.numerics.codecs == codecs
+
+            async def fate(step: int) -> None:
+                if step == 3:
+                    await trainer.save(b"at 4")
+                if step == 6:
+                    await lab.host(trainer, 1).kill()
+
+            losses = await lab.train(trainer, 0, 10, fate)
+            want = expected(captured, trainer.plan.numerics.cuts, 10, codecs)
+            assert losses == want[0] and await lab.hash(trainer, 10) == want[1]
+            assert losses != expected(captured, trainer.plan.numerics.cuts, 10)[0]
+        async with lab.trainer(3) as again:  # resumed: the first entry stands
+            assert again.plan.numerics.codecs == codecs
 
     asyncio.run(main())
 

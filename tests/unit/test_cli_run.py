@@ -239,6 +239,14 @@ def test_help_loads_nothing_heavy(command: str, option: str) -> None:
     assert option in done.stdout
 
 
+def test_an_unknown_compression_is_refused_and_leaves_nothing(call: Call) -> None:
+    Path("run.toml").write_text(CONFIG + '[numerics]\ncompression = "zip"\n')
+    code, _, err = call("train", "run.toml", "--swarm", NOBODY)
+    assert code == 2 and err.count("\n") == 1
+    assert "compression 'zip' is unknown" in err and "use adatopk, adatopk-paper, topk:RATIO, none or a codec" in err
+    assert not Path("runs/cats").exists()
+
+
 def testbed_file() -> Path:
     return Path(__file__).parents[2] / "examples" / "testbeds" / "testbeds.json"
 

@@ -20,6 +20,7 @@ from dht.fencing import Fencing
 from dht.home import remember_swarm
 from dht.node import Board
 from dht.p2p import P2PTransport
+from dht.receipts import Receipt
 from peer import caps, preflight
 from peer.blobs import BlobStore, serve_blobs
 from peer.buddy import Buddy
@@ -32,6 +33,7 @@ from peer.policy import LEASE_S, Policy, within_hours
 from peer.preflight import Finding
 from peer.protocol import CONTROL
 from peer.ratelimit import Limiter
+from peer.receipts import receipts
 from peer.volunteer import GRACE_S, Volunteer, minute_of_day
 
 log = logging.getLogger("peer.daemon")
@@ -90,6 +92,7 @@ class Daemon:
         self._started = time.monotonic()
         self._told_devices = False
         self._published: records.PeerRecord | None = None
+        self._receipts: dict[str, Receipt] = {}  # by run
         self._addresses: tuple[str, ...] = ()
         self._seen_peers: int | None = None
         self._fencing: Fencing | None = None
@@ -221,6 +224,8 @@ class Daemon:
                 why = volunteer.policy.over_cap or f"this volunteer computes at {volunteer.policy.hours} only"
                 await volunteer.evict(why)
             self._publish(board)
+            if at % 8 == 0:
+                self._publish_receipts(board)
             if at % 8 == 1:
                 try:
                     self._seen_peers = len(await board.peers(timeout_s=5.0))
@@ -274,6 +279,15 @@ class Daemon:
         if not self._told_devices and all(d.flops_per_s > 0 for d in record.devices):
             self._told_devices = True
             self._say_ready("devices")
+
+    def _publish_receipts(self, board: Board) -> None:
+        now = {r.run: r for r in receipts(self._volunteer.peer_id, self._volunteer.stages)}
+        for run in self._receipts.keys() - now.keys():
+            board.withdraw(self._receipts[run])
+        for run, receipt in now.items():
+            if receipt != self._receipts.get(run):
+                board.publish(receipt)
+        self._receipts = now
 
     def _say_ready(self, event: Literal["joined", "devices"]) -> None:
         self._on_ready(Ready(event=event, peer=self._volunteer.peer_id, addresses=self._addresses, pid=os.getpid()))

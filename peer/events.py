@@ -21,6 +21,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     step_time_s: float
     samples: int
     tokens: int = 0  # elements of the largest integer input; 0 where the model reads none
+    stages: dict[int, tuple[float, float]] = {}  # stage -> seconds computed and waited, by its own report
 
     @property
     def samples_per_s(self) -> float:
@@ -58,10 +59,14 @@ class PlanAdopted(msgspec.Struct, frozen=True):
 
 
 class LinkBytes(msgspec.Struct, frozen=True):
-    """Bytes sent so far per link, "src-dst" by stage number, -1 the trainer; what each stage waits for."""
+    """Bytes sent so far per link, "src-dst" by stage number, -1 the trainer; what each stage waits for.
+
+    `held_up_s`: seconds that a stage has stood still so far because what it sent was not taken.
+    """
 
     sent: dict[str, int]
     waiting: dict[int, str]
+    held_up_s: dict[int, float] = {}
 
 
 Happening: TypeAlias = StepResult | EvalResult | RunEvent | PlanAdopted | LinkBytes

@@ -172,6 +172,7 @@ class Executor:
         job = self._compute.call(lambda: build(message, path, self._limit, self._start.threads))
         built = await asyncio.wrap_future(job)
         hosted = Hosted((run, a.stage), built.stage, message.numerics.threads)
+        hosted.stage_flops = built.stage_flops
         me = Endpoint(
             stage=a.stage, peer=self._transport.peer_id, endpoint=secrets.token_hex(16), incarnation=a.incarnation
         )
@@ -281,7 +282,8 @@ class Executor:
         return StageStatus(
             run=hosted.key[0], stage=hosted.key[1], incarnation=links.me.incarnation, tick=hosted.stage.tick,
             waiting_for=waiting[:300], waited_s=waited_s, bytes_sent=links.bytes_sent(),
-            resident_bytes=self._limit.held() + links.held_bytes(),
+            resident_bytes=self._limit.held() + links.held_bytes(), held_up_s=hosted.held_up_s,
+            accepted=links.accepted(hosted.stage_flops),
         )  # fmt: skip
 
     async def _say(self, message: FromExecutor) -> None:

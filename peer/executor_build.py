@@ -6,6 +6,7 @@ What does not fit in memory is refused with figures; what is not admitted never 
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from pathlib import Path
 
@@ -15,21 +16,25 @@ import torch
 from fusion_p2p.admit import Caps, admit
 from fusion_p2p.errors import FusionError
 from fusion_p2p.ir import OpDag
+from fusion_p2p.plan import Numerics
 from fusion_p2p.snapshot import from_bytes
 from fusion_p2p.split import StageProgram, split
 from fusion_p2p.stage import Stage
 from fusion_p2p.trial import TrialTimes, trial
+from fusion_p2p.workload import atoms
 from peer.errors import RefusedError
 from peer.executor_memory import MemoryLimit, asked_bytes, gib, is_out_of_memory
 from peer.executor_protocol import HostStage
 
 
 class Built(msgspec.Struct, frozen=True):
-    """`memory_bytes`: what the stage took at its peak, the trial step included."""
+    """`memory_bytes`: what the stage took at its peak, the trial step included. `stage_flops`: of a whole micro-batch,
+    forward and backward, by stage; neighbours' work is counted with it."""
 
     stage: Stage
     memory_bytes: int
     times: TrialTimes
+    stage_flops: dict[int, float]
 
 
 def build(host: HostStage, state_path: Path, limit: MemoryLimit, threads: int) -> Built:
@@ -82,7 +87,17 @@ def _build(host: HostStage, state_path: Path, limit: MemoryLimit, before: int) -
     peak = max(limit.peak(), limit.held())
     if peak > limit.cap_bytes:
         raise out_of_memory(stage, peak, limit.cap_bytes)
-    return Built(made, max(0, peak - before), times)
+    return Built(made, max(0, peak - before), times, stage_flops(dag, host.numerics))
+
+
+def stage_flops(dag: OpDag, numerics: Numerics) -> dict[int, float]:
+    """FLOPs of one full micro-batch, forward and backward, by stage."""
+    chain = atoms(dag, numerics.micro_batch_size)
+    bounds = (0, *numerics.cuts, len(chain))
+    return {
+        stage: float(sum(a.forward_flops + a.backward_flops for a in chain[start:stop]))
+        for stage, (start, stop) in enumerate(itertools.pairwise(bounds))
+    }
 
 
 def _trial(

@@ -37,6 +37,9 @@ class Hosted:
         self.marks: dict[int, Callable[[Snapshot | Exception], None]] = {}  # tick -> who wants the snapshot
         self.waiting_for = ""
         self.waiting_since = 0.0
+        self.held_up_s = 0.0  # in all: its outbox was full
+        self.stage_flops: dict[int, float] = {}  # of a micro-batch, by stage
+        self._full_since: float | None = None
 
     def work(self, now: float) -> bool:
         """Take what has come and perform one unit; False if there was nothing to do."""
@@ -47,7 +50,10 @@ class Hosted:
             self.stage.offer(frame)
         self._snapshot()
         if not links.wait_room(0):
+            self._full_since = now if self._full_since is None else self._full_since
             return self._wait("room in a full outbox", now)
+        if self._full_since is not None:
+            self.held_up_s, self._full_since = self.held_up_s + now - self._full_since, None
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
         sent: list[Frame] | None = self.stage.advance()

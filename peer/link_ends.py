@@ -10,7 +10,7 @@ import msgspec
 
 from dht.transport import Stream
 from fusion_p2p.errors import FrameError
-from fusion_p2p.frame import Frame
+from fusion_p2p.frame import Frame, Kind
 from peer.channel import Inbox, Outbox
 from peer.channel_io import STREAM_ERRORS, Refusal, run_receiver, run_sender
 from peer.errors import ResumeGap, StaleError, WireError
@@ -167,6 +167,8 @@ class Receiver:
         self.room = asyncio.Event()
         self.room.set()
         self.queued_bytes = 0
+        self.frames_accepted, self.bytes_accepted, self.micro_batches_accepted = 0, 0, 0
+        self._micro_batch = (-1, -1)
         self._count_lock = threading.Lock()
         self._task: asyncio.Task[None] | None = None
 
@@ -195,6 +197,11 @@ class Receiver:
         await _end(self._task)
 
     def _deliver(self, frame: Frame) -> None:
+        self.frames_accepted += 1
+        self.bytes_accepted += len(frame.payload)
+        if frame.kind in (Kind.ACT, Kind.GRAD) and (frame.tick, frame.micro_batch) != self._micro_batch:
+            self._micro_batch = (frame.tick, frame.micro_batch)
+            self.micro_batches_accepted += 1
         with self._count_lock:
             self.queued_bytes += len(frame.payload)
             if self.queued_bytes > self._links.settings.queue_bytes:

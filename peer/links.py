@@ -12,17 +12,17 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Self
 
 from dht.errors import TransportError
 from dht.transport import Stream, Transport
-from fusion_p2p.frame import Frame, Kind
+from fusion_p2p.frame import TRAINER, Frame, Kind
 from peer.channel import Bound, Inbox, Outbox
 from peer.channel_io import STREAM_ERRORS, ChannelSettings, answer_open, read_open
 from peer.errors import ChannelClosed, WireError
 from peer.link_ends import LinkEvent, Receiver, Sender, Wait
-from peer.protocol import Endpoint, data_protocol
+from peer.protocol import Endpoint, Took, data_protocol
 from peer.ratelimit import Limiter
 from peer.wire import Answer, Cursor, Open
 
@@ -243,6 +243,14 @@ class Links:
     def bytes_sent(self) -> dict[str, int]:
         """ "src-dst" -> bytes put on streams since the start, re-sent ones and envelopes included."""
         return {f"{self.me.stage}-{dst}": s.bytes_sent for dst, s in self._senders.items()}
+
+    def accepted(self, flops: Mapping[int, float]) -> dict[int, Took]:
+        """What was accepted from each neighbouring stage; duplicates do not count. `flops`: of a micro-batch there."""
+        return {
+            src: Took(r.frames_accepted, r.bytes_accepted, r.micro_batches_accepted * flops.get(src, 0.0))
+            for src, r in self._receivers.items()
+            if src != TRAINER
+        }
 
     def held_bytes(self) -> int:
         """Payload bytes in outboxes and in frames not yet taken."""

@@ -248,6 +248,8 @@ class StageStatus(msgspec.Struct, frozen=True, tag="status", kw_only=True):
     waited_s: Seconds = 0.0
     bytes_sent: Annotated[dict[Channel, Bytes], Meta(max_length=4096)] = {}  # "src-dst" -> bytes since the start
     resident_bytes: Bytes = 0
+    held_up_s: Seconds = 0.0  # it has stood still so long, in all, because its neighbours did not take what it sent
+    accepted: Annotated[dict[int, Took], Meta(max_length=4096)] = {}  # by neighbouring stage
 
     def __post_init__(self) -> None:
         _plain(self, "waiting_for")

@@ -378,6 +378,7 @@ def step_result(result: TickResult) -> StepResult:
         step_time_s=result.time_s,
         samples=sum(result.header.sizes),
         tokens=result.tokens,
+        stages={s: (r.forward_s + r.backward_s + r.update_s, r.wait_s) for s, r in result.reports.items()},
     )
 
 

@@ -14,9 +14,11 @@ from dht import records
 from dht.errors import DhtError
 from dht.identity import Identity
 from dht.records import RunRecord
+from dht.runs import RunView
 from fusion_p2p.plan import Plan
 from peer.events import Happening, LinkBytes, PlanAdopted, RunEvent, StepResult
 from peer.protocol import RunSpec
+from peer.trainer_figures import Figures
 from peer.trainer_state import Progress, RunFolder
 from peer.trainer_swarm import Swarm, signer_for
 
@@ -43,7 +45,7 @@ class Publisher:
         self._owner, self._session = Identity.from_seed(owner.private_bytes_raw()), Identity.generate()
         self._plan: Plan | None = None
         self._last: StepResult | None = None
-        self._sent: dict[str, int] = {}
+        self._figures = Figures()
         self._events: deque[RunEvent] = deque(maxlen=EVENTS_SHOWN)
         self._phase, self._reason, self._since = "waiting", "", 0.0
         self.total = 0
@@ -52,11 +54,13 @@ class Publisher:
         match happening:
             case PlanAdopted(plan=plan):
                 self._plan = plan
+                self._figures.adopt()
                 self.phase("training")
             case StepResult():
                 self._last = happening
-            case LinkBytes(sent=sent):
-                self._sent = dict(sent)
+                self._figures.take(happening)
+            case LinkBytes():
+                self._figures.take(happening)
             case RunEvent():
                 self._events.append(happening)
 
@@ -117,6 +121,10 @@ class Publisher:
             tokens_per_s=last.tokens_per_s if last and last.tokens else None,
         )
         signer = signer_for(self._owner, spec.run, self._session, self._swarm.now() + DELEGATION_S)
-        self._swarm.publish(record, self._plan, self._sent, signer)
-        events = tuple(records.Event(e.time_s, e.text[:240]) for e in self._events)
-        self._swarm.publish_events(records.RunEvents(run=spec.run, owner=spec.owner, part=0, events=events), signer)
+        plan, events = self._plan, tuple(records.Event(e.time_s, e.text[:240]) for e in self._events)
+        if plan is None:
+            self._swarm.publish(RunView(run=record, events=events), signer)
+            return
+        hosts = tuple(records.StageHost(p.stage, p.replica, p.peer, p.device) for p in plan.placement)
+        links, stages = self._figures.links(plan), self._figures.stages(plan)
+        self._swarm.publish(RunView(run=record, stages=hosts, links=links, events=events, figures=stages), signer)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable, Sequence
 
-from dht import records
 from dht.errors import DhtError
 from dht.fence_records import FenceView
 from dht.identity import Identity
 from dht.node import Board
-from dht.records import Delegation, PeerRecord, RunRecord, Signer
+from dht.records import Delegation, PeerRecord, Signer
+from dht.runs import RunView
 from fusion_p2p.errors import InputError
-from fusion_p2p.plan import Plan
 from peer.offers import DeviceOffer, SwarmLinks
 from peer.swarm_network import offers_of, read_links
 
@@ -22,8 +20,6 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5  # between looks at the board while volunteers are awaited
 _LINKS_S = 10.0  # to read what was measured; a plan does without rather than wait longer
-_LINK = re.compile(r"(-?\d+)-(-?\d+)")
-_LINKS_PER_PART, _STAGES_PER_PART, _PARTS = 40, 24, 64
 
 
 class Swarm:
@@ -94,29 +90,9 @@ class Swarm:
             log.warning("planning without measured links: %s", str(error) or f"no answer in {_LINKS_S:.0f} s")
             return SwarmLinks()
 
-    def publish(self, record: RunRecord, plan: Plan | None, sent: dict[str, int], signer: Signer) -> None:
-        """Progress, and who hosts what, onto the board."""
-        self._board.publish(record, signer)
-        if plan is None:
-            return
-        hosts = [
-            records.StageHost(stage=p.stage, replica=p.replica, peer=p.peer, device=p.device) for p in plan.placement
-        ]
-        for part, start in enumerate(range(0, len(hosts), _STAGES_PER_PART)):
-            stages = tuple(hosts[start : start + _STAGES_PER_PART])
-            self._board.publish(
-                records.RunStages(run=record.run, owner=record.owner, part=part, plan=plan.number, stages=stages),
-                signer,
-            )
-        codecs = {(c.src, c.dst): c.codec for c in plan.numerics.codecs}
-        links = [_link(m, count, codecs) for key, count in sorted(sent.items()) if (m := _LINK.fullmatch(key))]
-        for part, start in enumerate(range(0, min(len(links), _PARTS * _LINKS_PER_PART), _LINKS_PER_PART)):
-            some = tuple(links[start : start + _LINKS_PER_PART])
-            sent_part = records.RunLinks(run=record.run, owner=record.owner, part=part, plan=plan.number, links=some)
-            self._board.publish(sent_part, signer)
-
-    def publish_events(self, events: records.RunEvents, signer: Signer) -> None:
-        self._board.publish(events, signer)
+    def publish(self, view: RunView, signer: Signer) -> None:
+        """The run's progress, hosts, links and events, onto the board."""
+        self._board.publish_run(view, signer)
 
     async def flush(self) -> None:
         await self._board.flush()
@@ -128,8 +104,3 @@ class Swarm:
 def signer_for(owner: Identity, run: str, session: Identity, expires: float) -> Signer:
     """Records of `run` signed by the session key that its owner delegated to."""
     return Signer(session, Delegation.sign(owner, run, session.public_key, expires))
-
-
-def _link(key: re.Match[str], count: int, codecs: dict[tuple[int, int], str]) -> records.LinkBytes:
-    a, b = int(key[1]), int(key[2])
-    return records.LinkBytes(a, b, count, codecs.get((min(a, b), max(a, b)), "dense"))

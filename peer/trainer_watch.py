@@ -19,6 +19,7 @@ class Watch:
         self._sink, self._clock = sink, clock
         self._sent: dict[str, int] = {}
         self._waiting: dict[int, str] = {}
+        self._held_up_s: dict[int, float] = {}
         self._heard: dict[int, asyncio.Event] = {}
         self._told: dict[int, float] = {}
         self.bytes_sent: dict[str, int] = {}
@@ -28,9 +29,10 @@ class Watch:
         stage = status.stage
         self._sent.update(status.bytes_sent)
         self._waiting[stage] = status.waiting_for
+        self._held_up_s[stage] = status.held_up_s
         self.bytes_sent = self._sent | own
         self._heard.setdefault(stage, asyncio.Event()).set()
-        self._sink(LinkBytes(self.bytes_sent, {k: w for k, w in self._waiting.items() if w}))
+        self._sink(LinkBytes(self.bytes_sent, {k: w for k, w in self._waiting.items() if w}, dict(self._held_up_s)))
         now = self._clock()
         if status.waited_s > LONG_WAIT_S and now - self._told.get(stage, float("-inf")) > QUIET_S:
             self._told[stage] = now

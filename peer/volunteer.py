@@ -74,6 +74,7 @@ class HostedStage:
     offered: float  # monotonic
     accepted: bool = False
     peers: frozenset[str] = frozenset()  # whom the plan names: they may fetch its snapshots
+    hosts: dict[int, str] = field(default_factory=dict)  # stage -> peer, as the plan says
     snapshots: dict[int, str] = field(default_factory=dict)
     status: StageStatus | None = None
 
@@ -171,6 +172,7 @@ class Volunteer:
         if isinstance(message, Connect):
             named = {e.peer for e in message.endpoints}
             stage.peers = frozenset(named | {session.cert.trainer_peer, *message.buddies})
+            stage.hosts = {e.stage: e.peer for e in message.endpoints}
         if isinstance(message, Trim):
             for tick in [t for t in stage.snapshots if t < message.tick]:
                 self._discard(stage.snapshots.pop(tick))

@@ -39,6 +39,7 @@ ROUND_S = REFRESH_S
 NEW_ROUND_S = 5.0  # while new
 FIRST_ROUNDS = 12
 _PINGS, _FIRST_PINGS = 4, 24
+_LEADERS_PINGED = 8
 _SMALL = 32  # members; a leader of so few reads all their heartbeats every round
 _RESIGN_S = 2 * LEASE_S
 
@@ -152,7 +153,8 @@ class FenceMachine:
                 table[h.leader].rtt_s if h.leader in table else self.sights.predicted_rtt_s(h.coordinate), h.leader
             ),
         )  # fmt: skip
-        chosen.update(dict.fromkeys(h.leader for h in heads[: count // 3 + 1]))
+        wanted = _LEADERS_PINGED if self.leading else count // 3 + 1  # a leader looks for its rivals
+        chosen.update(dict.fromkeys(h.leader for h in heads[:wanted]))
         leaders = [s for s in table.values() if s.leading]
         chosen.update(dict.fromkeys(s.peer for s in sorted(leaders, key=lambda s: s.rtt_s)[:2]))
         hints = list(self.sights.hints)
@@ -163,7 +165,7 @@ class FenceMachine:
         chosen.update({} if stale is None else {stale.peer: None})
         others = [p for p in strangers if p != self.me and p not in table]
         chosen.update(dict.fromkeys(others[: max(1, count - len(chosen))]))
-        return tuple(chosen)[: count + 4]
+        return tuple(chosen)[: count + 4 + (_LEADERS_PINGED if self.leading else 0)]
 
     def _knows(self, head: FenceHead) -> bool:
         """Whether this leader was pinged since it leads."""

@@ -61,10 +61,10 @@ def traffic(quick: bool, world: World) -> list[Row]:
     for peers, sites in ((300, 4), (1000, 12)) if quick else ((1000, 12), (10_000, 120)):
         if peers != len(world.peers):
             world = World(make_sites(sites, peers, random.Random(2)), 2)
-            world.run(8 if peers < 5000 else 7)
+            world.run(8 if peers < 5000 else 5)
         counts: collections.Counter[str] = collections.Counter()
         world.watch = lambda kind, count, counts=counts: counts.update({kind: int(count)})  # type: ignore[misc]
-        rounds = 8 if peers < 5000 else 2
+        rounds = 8 if peers < 5000 else 1
         world.run(rounds)
         seconds = rounds * ROUND_S
         search = search_cost(peers)

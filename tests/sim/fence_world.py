@@ -10,7 +10,7 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dht import records
 from dht.fence_records import FenceHead, FenceRecord, LinksRecord, index_keys, leader_key, leads
@@ -91,6 +91,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
+        self.faults = replace(self.faults)
         self.peers: dict[str, Peer] = {}
         self.board: dict[str, dict[str, tuple[Record, float, float, frozenset[int]]]] = collections.defaultdict(dict)
         self.sides = frozenset((0,))

@@ -76,7 +76,7 @@ class Trainer:
             session,
             dag,
             spawn=self.spawn,
-            on_lost=lambda peer, reason: self._live.lose(peer, reason),
+            on_lost=lambda peer, reason: self._live.gone(peer, reason),
             on_fault=self._on_fault,
             on_status=self._on_status,
             channels=options.channels,

@@ -215,6 +215,12 @@ class Assembly:
         DhtError."""
         await self._host(peer)
 
+    def trial_s(self) -> dict[int, float]:
+        """Seconds a micro-batch, forward and backward, of each stage's trial step where it is now; of those that had
+        one."""
+        found = {k: a.trial_forward_s + a.trial_backward_s for k, (_, a) in self._accepted.items()}
+        return {k: seconds for k, seconds in found.items() if seconds > 0}
+
     def abandon(self, peer: str, reason: str) -> None:
         """`peer` lost its stages, though its stream may live: who waits for its snapshots is told."""
         if peer in self._hosts:

@@ -1,8 +1,8 @@
 """A peer that has become slow loses its stages when that pays (DESIGN sections 2 and 5).
 
-Each stage's measured seconds are compared with what the plan expects of its device; what all devices have in common
-(a loaded machine, a wrong prior) is taken out by the median. Only a clear, lasting difference counts, and only if the
-step would be shorter by more than the planner's hysteresis: noise moves nothing.
+Each stage's measured seconds are compared with those of its trial step on the same device; what all stages have in
+common (a loaded machine) is taken out by the median. Only a clear, lasting difference counts, and only if the step
+would be shorter by more than the planner's hysteresis: noise moves nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Plan
@@ -22,7 +21,7 @@ from peer.trainer_live import Live
 from peer.trainer_ticks import TickResult
 
 EVERY = 5  # ticks between looks
-SLOW = 1.75  # times slower than the others, against what was expected of each, at several looks in a row
+SLOW = 2.5  # times slower than in its trial step, beyond what the others are, at several looks in a row
 LOOKS = 2
 EXCLUDED_S = 300.0  # before a peer that was slow may have a stage again
 
@@ -55,8 +54,7 @@ class Balance:
 
     def _look(self) -> None:
         live = self._live
-        devices = live.devices()
-        ratios = slowness(self._seconds, expected_s(live.now.plan, live.atoms, devices))
+        ratios = slowness(self._seconds, live.assembly.trial_s())
         by_peer: dict[str, float] = {}
         for stage, ratio in ratios.items():
             peer = live.now.plan.host(stage).peer
@@ -68,7 +66,7 @@ class Balance:
         peer = max(slow, key=lambda p: slow[p])
         if self._slow[peer] < LOOKS:
             return
-        now_s, then_s = without(live.now.plan, peer, slow[peer], live.atoms, devices)
+        now_s, then_s = without(live.now.plan, peer, slow[peer], self._seconds, live.atoms, live.devices())
         if then_s < (1 - HYSTERESIS) * now_s:
             live.exclude(peer, EXCLUDED_S)
             why = f"it is {slow[peer]:.1f} times slower than the others; without it a step takes {then_s / now_s:.0%}"
@@ -76,37 +74,34 @@ class Balance:
             self._slow.clear()
 
 
-def _flops(plan: Plan, stage: int, atoms: Sequence[Atom]) -> float:
-    bounds = (0, *plan.numerics.cuts, len(atoms))
-    return sum(a.forward_flops + a.backward_flops for a in atoms[bounds[stage] : bounds[stage + 1]])
-
-
-def expected_s(plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer]) -> dict[int, float]:
-    """Compute seconds of each stage in a step, by its device's measured rate; of stages whose device is on offer."""
-    rate = {(o.peer, o.device): o.flops_per_s / o.correction for o in offers}
-    work = {p.stage: plan.numerics.micro_batches * _flops(plan, p.stage, atoms) for p in plan.placement}
-    return {p.stage: work[p.stage] / rate[p.peer, p.device] for p in plan.placement if (p.peer, p.device) in rate}
-
-
 def without(
-    plan: Plan, peer: str, slower: float, atoms: Sequence[Atom], offers: Sequence[DeviceOffer]
+    plan: Plan,
+    peer: str,
+    slower: float,
+    measured_s: Mapping[int, float],
+    atoms: Sequence[Atom],
+    offers: Sequence[DeviceOffer],
 ) -> tuple[float, float]:
-    """Seconds of a step's slowest device as it is, `peer` being `slower` times slower than its rate, and with its
-    stages elsewhere; infinite if nobody has room."""
-    now = [o if o.peer != peer else replace(o, correction=o.correction * slower) for o in offers]
+    """Seconds of a step's busiest device as measured, and with the stages of `peer`, which is `slower` times slower
+    than it was, elsewhere; infinite if nobody has room."""
+    rate = {(o.peer, o.device): o.flops_per_s / o.correction for o in offers}
     factor = PlanRequest(base=plan.numerics).state_factor
     try:
         moved = rehost(plan, frozenset({peer}), (), atoms, offers, factor)
     except InputError:
-        return _slowest_s(plan, atoms, now), math.inf
-    return _slowest_s(plan, atoms, now), _slowest_s(moved, atoms, now)
+        return _busiest_s(plan, measured_s), math.inf
+    then = dict(measured_s)
+    for p in plan.placement:
+        to = moved.host(p.stage)
+        if p.peer == peer:
+            then[p.stage] *= rate[p.peer, p.device] / (slower * rate[to.peer, to.device])
+    return _busiest_s(plan, measured_s), _busiest_s(moved, then)
 
 
-def _slowest_s(plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer]) -> float:
+def _busiest_s(plan: Plan, seconds: Mapping[int, float]) -> float:
     busy: dict[tuple[str, str], float] = {}
-    for stage, seconds in expected_s(plan, atoms, offers).items():
-        p = plan.host(stage)
-        busy[p.peer, p.device] = busy.get((p.peer, p.device), 0.0) + seconds
+    for p in plan.placement:
+        busy[p.peer, p.device] = busy.get((p.peer, p.device), 0.0) + seconds[p.stage]
     return max(busy.values(), default=0.0)
 
 

@@ -21,6 +21,8 @@ from peer.trainer_state import Manifest, RunFolder
 from peer.trainer_swarm import Swarm
 from peer.trainer_ticks import TickBook
 
+AFTER_LOSS_S = 15.0  # before a volunteer that was lost, or could not be reached, is tried again
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerOptions:
@@ -135,6 +137,11 @@ class Live:
                 self.may_stay.add(peer)
             for stage in stages:
                 self.say("moving", f"{peer[-8:]} hands stage {stage} over: {reason}", peer=peer, stage=stage)
+
+    def gone(self, peer: str, reason: str) -> None:
+        """The control stream to `peer` ended: it loses what it hosts, and is not asked again at once."""
+        self.exclude(peer, AFTER_LOSS_S)
+        self.lose(peer, reason)
 
     def keep(self, peer: str) -> None:
         """A host whose stages nobody takes goes on serving."""

@@ -12,7 +12,7 @@ import logging
 from dht.errors import DhtError
 from peer.errors import RefusedError
 from peer.trainer_host import HostLost
-from peer.trainer_live import Live
+from peer.trainer_live import AFTER_LOSS_S, Live
 
 log = logging.getLogger(__name__)
 
@@ -52,3 +52,4 @@ class Spares:
             await self._live.assembly.greet(peer)
         except (RefusedError, HostLost, DhtError) as error:
             log.info("spare %s: %s", peer, error)
+            self._live.exclude(peer, AFTER_LOSS_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import fusion_p2p
+from dht.errors import InputError
 from peer.api import LocalSwarm, Run
 from peer.data_stream import as_source
 from peer.events import RunEvent
@@ -102,6 +104,16 @@ def test_neighbours_killed_together(tmp_path: Path) -> None:
     check(report, 40, tmp_path)
 
 
+@pytest.mark.timeout(300)
+def test_a_peer_that_becomes_slow_hands_over(tmp_path: Path) -> None:
+    faults = (Fault(step=20, kind="slow", pick=1, steps=1000),)
+    report, chaos, _ = with_faults(faults, 120)
+    moved = [e for e in report["events"] if e["kind"] == "moving"]
+    assert {e["peer"] for e in moved} == {chaos.struck[0][1]} and "slower" in moved[0]["text"]
+    assert chaos.struck[0][1] not in {p["peer"] for p in report["plan"]["placement"]}
+    check(report, 120, tmp_path)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(3))
@@ -179,11 +191,15 @@ def test_a_killed_trainer_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_second_trainer_takes_over_by_name(tmp_path: Path) -> None:
-    """The same run started twice: the newer session leads, the older one ends with a line that says so."""
+    """The same run started twice: in one folder it is refused; from a copy the newer session leads, the older ends."""
+    folder, copy = tmp_path / "run", tmp_path / "copy"
     with LocalSwarm(peers=PEERS) as swarm:
-        older = start_trainer(tmp_path / "run", 2_000, swarm)
+        older = start_trainer(folder, 2_000, swarm)
         wait_for_step(older, 12)
-        report, _ = resume(tmp_path / "run", 40, swarm)
-        said = older.communicate(timeout=30)[1]
+        with pytest.raises(InputError, match="in use"):
+            resume(folder, 40, swarm)
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("trainer.key"))
+        report, _ = resume(copy, 40, swarm)
+        said = older.communicate(timeout=60)[1]
     assert older.returncode != 0 and "RunPaused" in said and "is led by trainer" in said
     assert report["steps"][-1]["step"] == 39

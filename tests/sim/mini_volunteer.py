@@ -18,6 +18,7 @@ from fusion_p2p.stage import Stage
 from peer.blobs import BlobStore, fetch_blob, serve_blobs
 from peer.channel_io import ChannelSettings
 from peer.control_io import MessageStream
+from peer.executor_compute import TICKS_TAKEN
 from peer.links import Links
 from peer.protocol import (
     CONTROL,
@@ -55,7 +56,7 @@ class _Hosted:
     async def run(self) -> None:
         while True:
             self.news.clear()
-            while (frame := self.links.get_nowait()) is not None:
+            while (frame := self.links.get_nowait(self.stage.tick + TICKS_TAKEN)) is not None:
                 self.stage.offer(frame)
             if (waiter := self.marks.pop(self.stage.tick, None)) is not None:
                 waiter.set_result(to_bytes(self.stage.snapshot()))

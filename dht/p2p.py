@@ -203,6 +203,17 @@ class P2PTransport:
         if self._closed:
             return
         self._closed = True
+        try:
+            await self._wind_up()
+        finally:  # whoever is cancelled twice, as by a second Ctrl-C, leaves no process and no folder either
+            if self._daemon is not None:
+                self._daemon.kill()
+            if self._folder is not None:
+                self._folder.remove()
+            if self._identity_lock is not None:
+                os.close(self._identity_lock)
+
+    async def _wind_up(self) -> None:
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait({self._supervisor})
@@ -219,10 +230,6 @@ class P2PTransport:
         self._listener.unlink(missing_ok=True)
         if self._daemon is not None:
             await self._daemon.stop()
-        if self._folder is not None:
-            self._folder.remove()
-        if self._identity_lock is not None:
-            os.close(self._identity_lock)
 
     @contextlib.asynccontextmanager
     async def _deadline(self, what: str, timeout_s: float) -> AsyncIterator[None]:

@@ -203,6 +203,11 @@ class P2pd:
         finally:
             watch.cancel()
 
+    def kill(self) -> None:
+        """Ends it at once, without waiting, if it still runs."""
+        if self.process.poll() is None:
+            self.process.kill()
+
     async def stop(self) -> None:
         """Ends it: SIGTERM, after 2 s SIGKILL. Idempotent."""
         if self._hold is not None:

@@ -414,3 +414,22 @@ def test_it_works_on_a_loop_in_another_thread(tmp_path: Path) -> None:
         thread.start()
         thread.join()
     assert failures == []
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_a_close_that_is_cancelled_leaves_no_process_and_no_folder(tmp_path: Path, turns: int) -> None:
+    """As when Ctrl-C comes again while a first one is obeyed."""
+
+    async def main() -> None:
+        transport = await p2p.start(tmp_path / "id", host_addresses=p2p.LOOPBACK)
+        process = psutil.Process(transport.p2pd_pid)
+        folder = transport.client.path.parent
+        closing = asyncio.create_task(transport.close())
+        for _ in range(turns + 1):
+            await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait({closing})
+        assert not folder.exists()
+        assert not (await asyncio.to_thread(psutil.wait_procs, [process], 5.0))[1]
+
+    run(main())

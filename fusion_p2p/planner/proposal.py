@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from fusion_p2p.errors import InputError
+from fusion_p2p.inbox import MICRO_BATCHES
 from fusion_p2p.plan import LinkCodec, Numerics, Plan, Prediction, StagePlacement
 from fusion_p2p.planner.costs import Chain, Costs, Score
 from fusion_p2p.planner.durability import Durability, durability
@@ -163,8 +164,8 @@ def make_costs(
     """Checked costs of a planning problem; see `plan`."""
     workload.check()
     network.check()
-    if micro_batches < 1:
-        raise InputError(f"micro_batches = {micro_batches} must be at least 1")
+    if not 1 <= micro_batches <= MICRO_BATCHES:  # more fit no frame, and the schedule is simulated one by one
+        raise InputError(f"micro_batches = {micro_batches} must lie within 1..{MICRO_BATCHES}")
     limits = constraints or Constraints()
     if limits.exclude:
         devices = tuple(replace(d, accepts=d.accepts and d.peer not in limits.exclude) for d in network.devices)

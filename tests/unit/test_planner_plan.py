@@ -304,3 +304,10 @@ def test_impossible_workloads_and_ladders_are_refused() -> None:
         plan(w, two_sites(), micro_batches=0)
     with pytest.raises(InputError, match="tau = 2"):
         default_ladder(2.0)
+
+
+@pytest.mark.parametrize("count", [0, -1, (1 << 16) + 1, 10**9])
+def test_micro_batches_beyond_what_a_frame_numbers_are_refused(count: int) -> None:
+    """A typing error of some digits took all the memory of the machine: the schedule is simulated one by one."""
+    with pytest.raises(InputError, match=f"micro_batches = {count} must lie within"):
+        plan(blocks(), two_sites(), micro_batches=count)

@@ -206,6 +206,19 @@ def test_ctrl_c_ends_cleanly_and_a_fork_starts_from_the_checkpoint(place: Path) 
     assert names == {"cats", "kittens"}
 
 
+def test_recomputing_activations_changes_no_bit(place: Path) -> None:
+    small_run(place)
+    hashes = set()
+    for recompute in ("false", "true"):
+        (place / "run.toml").write_text(f"{SMALL}[numerics]\nrecompute = {recompute}\n")
+        options = ("--local", "2", "--steps", "3", "--run-dir", recompute, "--report", "r.json")
+        fusion_run(place, "train", "run.toml", *options)
+        report = json.loads((place / "r.json").read_text())
+        assert report["plan"]["numerics"]["recompute"] is (recompute == "true")
+        hashes.add(report["weights_blake2b"])
+    assert len(hashes) == 1
+
+
 def test_an_address_that_nobody_answers_is_bad_input(place: Path) -> None:
     small_run(place)
     nobody = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import tempfile
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from fusion_p2p.planner import (
 from fusion_p2p.planner.gantt import svg
 from fusion_p2p.planner.testbed import testbed_names
 
+GATHER_S = 20.0  # for volunteers to be seen and to have measured their devices
 LADDERS = ("default", "dense", "topk", "topk:RATIO")
 
 
@@ -90,34 +92,28 @@ def _split_name(text: str) -> tuple[Path, str | None]:
 
 
 async def _swarm_network(swarm: str | None) -> Network:
-    """Join as a reader under a throw-away identity, read peers and links, leave."""
+    """Join as a reader under a throw-away identity, read peers and links as a trainer would, leave."""
     from dht import p2p
+    from dht.errors import SwarmUnreachable
     from dht.home import resolve_swarm
     from dht.node import Board
     from peer.offers import network_of
-    from peer.swarm_network import offers_of, read_links
+    from peer.trainer_swarm import Swarm
 
-    addresses = resolve_swarm(swarm)
-    try:
-        async with asyncio.timeout(20):
-            with tempfile.TemporaryDirectory(prefix="fusion-plan-") as folder:
-                transport = await p2p.start(
-                    Path(folder) / "identity", host_addresses=(), bootstrap=addresses, client_only=True
-                )
-                try:
-                    board = await Board.start(transport, client_only=True)
-                    try:
-                        records = await board.peers()
-                        offers = [o for r in records for o in offers_of(r)]
-                        if not offers:
-                            raise InputError("no volunteer offers a device; start one with: fusion-peer join ADDRESS")
-                        return network_of(offers, await read_links(board, records))
-                    finally:
-                        await board.close()
-                finally:
-                    await transport.close()
-    except TimeoutError as error:
-        raise InputError(f"the swarm at {', '.join(addresses)} has not answered in 20 s; is a peer up?") from error
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fusion-plan-")))
+        try:
+            transport = await p2p.start(
+                folder / "identity", host_addresses=(), bootstrap=resolve_swarm(swarm), client_only=True
+            )
+        except SwarmUnreachable as error:  # an address that does not answer is the user's to mend
+            raise InputError(str(error)) from error
+        stack.push_async_callback(transport.close)
+        board = await Board.start(transport, client_only=True)
+        stack.push_async_callback(board.close)
+        reader = Swarm(board)
+        offers = await reader.wait_for(1, GATHER_S, lambda _: None)
+        return network_of(offers, await reader.links())
 
 
 def _workload(options: PlanOptions) -> tuple[Workload, int]:

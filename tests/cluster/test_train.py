@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from fusion_p2p.errors import InputError
 from fusion_p2p.pipeline import LocalPipeline
 from fusion_p2p.plan import LinkCodec, Plan
 from peer.api import LocalSwarm, Run, RunPaused
+from peer.cli_plan import PlanOptions
+from peer.cli_plan import run as plan_command
 from tests.cluster import plain
 
 STEPS = 20
@@ -219,6 +223,37 @@ def test_a_run_folder_is_not_started_over(swarm: LocalSwarm, tmp_path: Path) -> 
         run.train(1)
     with pytest.raises(InputError, match="fusion-run resume"):
         Run(plain.gpt2(layers=1), run_dir=tmp_path / "run", **options).__enter__()
+
+
+CONFIG = """
+[model]
+family = "gpt2"
+[model.gpt2]
+layers = 2
+width = 32
+context = 16
+[data]
+path = "book.txt"
+tokenizer = "bytes"
+"""
+NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
+
+
+@pytest.mark.timeout(120)
+def test_a_plan_for_the_live_swarm_trains_nothing(
+    swarm: LocalSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(CONFIG)
+    Path("book.txt").write_text("the cat sat on the mat and the dog sat on the log.\n" * 60)
+    options = PlanOptions(config=Path("run.toml"), swarm=swarm.addresses[0], every_device=True, json=True)
+    found = json.loads(plan_command(options))
+    hosts = {p["peer"] for p in found["plan"]["placement"]}
+    assert hosts == {v.ready.peer for v in swarm.volunteers}
+    assert found["lower_bound_s"] > 0 and found["plan"]["numerics"]["codecs"] == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["book.txt", "run.toml"]
+    with pytest.raises(InputError, match="no address of the swarm answers"):
+        plan_command(replace(options, swarm=NOBODY))
 
 
 SCRIPT = """

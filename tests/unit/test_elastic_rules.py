@@ -1,0 +1,85 @@
+"""Pure rules of elasticity: chaos schedules, buddies, who counts as slow and whether moving it away pays."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion_p2p.errors import InputError
+from fusion_p2p.plan import Numerics, Plan, StagePlacement
+from fusion_p2p.workload import Atom
+from peer.lab.chaos import KINDS, parse, schedule
+from peer.offers import DeviceOffer
+from peer.trainer_balance import slowness, without
+from peer.trainer_buddies import buddies
+
+
+def plan_of(*peers: str) -> Plan:
+    cuts = tuple(range(1, len(peers)))
+    numerics = Numerics(cuts=cuts, micro_batches=2, micro_batch_size=1)
+    placement = tuple(StagePlacement(stage=k, peer=p) for k, p in enumerate(peers))
+    return Plan(number=1, epoch=1, numerics=numerics, placement=placement)
+
+
+def atoms_of(count: int) -> list[Atom]:
+    atom = Atom(
+        nodes=(), weights=(), owned=(), parameters=1, weight_bytes=4, forward_flops=1, backward_flops=2,
+        forward_bytes=0, stash_bytes=1, kernels=1, cut_bytes=0, cut_weight_bytes=0,
+    )  # fmt: skip
+    return [atom] * count
+
+
+@given(st.integers(0, 2**32), st.integers(0, 40))
+def test_schedules_repeat_and_fit(seed: int, faults: int) -> None:
+    found = schedule(seed, faults, 60)
+    assert found == schedule(seed, faults, 60)
+    steps = [f.step for f in found]
+    assert steps == sorted(set(steps)) and all(0 <= s < 54 for s in steps)
+    counts = Counter(f.kind for f in found)
+    assert max(counts.values(), default=0) - min((counts[k] for k in KINDS), default=0) <= 1
+
+
+def test_too_many_faults_and_malformed_seeds_are_refused() -> None:
+    with pytest.raises(InputError, match="at most 54"):
+        schedule(1, 55, 60)
+    assert parse("7") == (7, 5) and parse("7:25") == (7, 25)
+    for text in ("", "x", "1:y", "-1"):
+        with pytest.raises(InputError, match="seed"):
+            parse(text)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=6), st.sets(st.sampled_from("abcdefgh")))
+def test_a_buddy_is_somebody_else_who_can_be_reached(hosts: list[str], linked: set[str]) -> None:
+    found = buddies(plan_of(*hosts), tuple(linked))
+    for stage, peer in enumerate(hosts):
+        if linked - {peer}:
+            assert found[stage] in linked - {peer}
+        else:
+            assert stage not in found
+
+
+def test_spares_are_buddies_first_and_neighbours_last() -> None:
+    assert buddies(plan_of("a", "b"), ("a", "b", "x"))[0] == "x"
+    assert buddies(plan_of("a", "b", "c", "d"), ("a", "b", "c", "d"))[0] in ("c", "d")
+
+
+def test_what_slows_everybody_slows_nobody() -> None:
+    trial = {0: 0.1, 1: 0.2, 2: 0.3}
+    assert slowness({k: 7 * t for k, t in trial.items()}, trial) == pytest.approx({0: 1.0, 1: 1.0, 2: 1.0})
+    assert slowness({0: 0.1, 1: 0.8, 2: 0.3}, trial)[1] == pytest.approx(4.0)
+    assert slowness({0: 1.0}, {}) == {}
+
+
+def test_moving_a_slow_peer_away_pays_where_there_is_a_spare() -> None:
+    plan, measured = plan_of("a", "b", "c"), {0: 1.0, 1: 4.0, 2: 1.0}
+    hosts = [DeviceOffer(peer=p, flops_per_s=1e9, memory_bytes=1 << 30) for p in "abc"]
+    spare = DeviceOffer(peer="x", flops_per_s=1e9, memory_bytes=1 << 30)
+    assert without(plan, "b", 4.0, measured, atoms_of(3), [*hosts, spare]) == pytest.approx((4.0, 1.0))
+    assert without(plan, "b", 4.0, measured, atoms_of(3), hosts) == pytest.approx((4.0, 2.0))  # beside another
+    full = [h if h.peer == "b" else DeviceOffer(peer=h.peer, flops_per_s=1e9, memory_bytes=0) for h in hosts]
+    assert without(plan, "b", 4.0, measured, atoms_of(3), full) == (4.0, math.inf)

@@ -47,7 +47,7 @@ from peer.protocol import (
     StageStatus,
 )
 from peer.ratelimit import Limiter
-from peer.trainer_host import Host, HostLost
+from peer.trainer_host import Host, RunPaused
 from tests.cluster.volunteer_process import Peer
 
 pytestmark = pytest.mark.timeout(180)
@@ -281,7 +281,7 @@ def test_who_may_lead_and_what_is_believed(volunteer: Volunteer, tmp_path: Path)
                 first.session_key = kept
                 async with serving(await second.host(peer)):
                     await asyncio.wait({link})
-                    with pytest.raises(HostLost, match="led by trainer"):
+                    with pytest.raises(RunPaused, match="led by trainer"):
                         link.result()
 
     run(main())

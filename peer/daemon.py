@@ -224,7 +224,7 @@ class Daemon:
                 why = volunteer.policy.over_cap or f"this volunteer computes at {volunteer.policy.hours} only"
                 await volunteer.evict(why)
             self._publish(board)
-            if at % 8 == 0:
+            if at % 4 == 0:
                 self._publish_receipts(board)
             if at % 8 == 1:
                 try:

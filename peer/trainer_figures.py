@@ -5,7 +5,7 @@ Pure: fed with happenings, asked for records.
 
 from __future__ import annotations
 
-import re
+from typing import NamedTuple
 
 import torch
 
@@ -15,51 +15,66 @@ from fusion_p2p.frame import TRAINER
 from fusion_p2p.plan import Plan
 from peer.events import LinkBytes, StepResult
 
-_LINK = re.compile(r"(-?\d+)-(-?\d+)")
 _WINDOW = 4  # steps over which a link's bytes a step are taken
 _SAMPLE = (4, 256, 256)  # the shape at which a codec's ratio is told
 _WAIT_CHARS = 48
 
 
+class _Mark(NamedTuple):
+    """What a link's sender had said when step `step` was the newest."""
+
+    step: int
+    bytes: int
+    held_up_s: float
+
+
 class Figures:
-    """Holds what the newest step and status reports said. A new plan starts anew."""
+    """Holds what the newest step and status reports said. A new plan starts anew.
+
+    Stages report every few seconds, not every step: what a link carries a step is told from one report of its sender
+    to a later one, `_WINDOW` steps apart at least.
+    """
 
     def __init__(self) -> None:
         self._step: StepResult | None = None
         self._sent: dict[str, int] = {}
         self._waiting: dict[int, str] = {}
-        self._held_up_s: dict[int, float] = {}
-        self._mark: tuple[int, dict[str, int], dict[int, float]] | None = None
+        self._marks: dict[str, _Mark] = {}
         self._per_step: dict[str, int] = {}
         self._held_up_per_step_s: dict[int, float] = {}
 
     def take(self, happening: StepResult | LinkBytes) -> None:
-        if isinstance(happening, LinkBytes):
-            self._sent, self._waiting = dict(happening.sent), dict(happening.waiting)
-            self._held_up_s = dict(happening.held_up_s)
+        if isinstance(happening, StepResult):
+            self._step = happening
             return
-        self._step = happening
-        if self._mark is None or happening.step < self._mark[0]:
-            self._mark = (happening.step, self._sent, self._held_up_s) if self._sent else None
-        elif happening.step - self._mark[0] >= _WINDOW:
-            first, sent, held = self._mark
-            steps = happening.step - first
-            self._per_step = {k: max(0, v - sent.get(k, v)) // steps for k, v in self._sent.items()}
-            self._held_up_per_step_s = {s: max(0.0, v - held.get(s, v)) / steps for s, v in self._held_up_s.items()}
-            self._mark = (happening.step, self._sent, self._held_up_s)
+        self._waiting = dict(happening.waiting)
+        step = self._step.step if self._step is not None else -1
+        for key, count in happening.sent.items():
+            if count == self._sent.get(key):
+                continue
+            src = int(key[: key.index("-", 1)])
+            now = _Mark(step, count, happening.held_up_s.get(src, 0.0))
+            mark = self._marks.setdefault(key, now)
+            if step < mark.step or count < mark.bytes:
+                self._marks[key] = now
+            elif step - mark.step >= _WINDOW:
+                steps = step - mark.step
+                self._per_step[key] = (count - mark.bytes) // steps
+                self._held_up_per_step_s[src] = max(0.0, now.held_up_s - mark.held_up_s) / steps
+                self._marks[key] = now
+        self._sent = dict(happening.sent)
 
     def adopt(self) -> None:
         """Another plan holds: what was measured under the last one says nothing of it."""
-        self._mark, self._per_step, self._held_up_per_step_s, self._waiting = None, {}, {}, {}
+        self._marks, self._per_step, self._held_up_per_step_s, self._waiting = {}, {}, {}, {}
 
     def links(self, plan: Plan) -> tuple[records.LinkBytes, ...]:
         """Every link that has carried anything, by its ends."""
         codecs = {(c.src, c.dst): c.codec for c in plan.numerics.codecs}
         found = []
         for key, count in sorted(self._sent.items()):
-            if (m := _LINK.fullmatch(key)) is None:
-                continue
-            a, b = int(m[1]), int(m[2])
+            at = key.index("-", 1)
+            a, b = int(key[:at]), int(key[at + 1 :])
             codec = codecs.get((min(a, b), max(a, b)), "dense")
             size = self._per_step.get(key, 0)
             dense = int(size * ratio(codec, forward=a < b)) if TRAINER not in (a, b) else size

@@ -223,8 +223,8 @@ class Executor:
             self._spawn(self._drop(hosted.key))
 
     def _on_event(self, hosted: Hosted, event: LinkEvent) -> None:
-        if event.code in ("broken", "back"):
-            log.info("stage %d and %d: %s %s", hosted.key[1], event.stage, event.code, event.reason)
+        log.info("stage %d and %d: %s %s", hosted.key[1], event.stage, event.code, event.reason)
+        if event.code == "broken":
             return
         code = {"lost": "peer-lost", "frame": "peer-frame"}.get(event.code, event.code)
         self._fault(hosted, code, f"stage {event.stage}: {event.reason}", event.peer)

@@ -26,7 +26,7 @@ class LinkEvent(msgspec.Struct, frozen=True, kw_only=True):
 
     `code`: broken (a stream ended), lost (none for `dead_s`), back (there is one again), frame (bytes that do not
     fit), stale (this host has been replaced), gap (frames are asked for that are no longer held), differs (frames
-    that were sent again are not the same bytes).
+    that were sent again are not the same bytes), refused (the other end finds that ours do not fit).
     """
 
     code: str
@@ -97,7 +97,8 @@ class Sender:
             except Refusal as refusal:
                 self._down(str(refusal))
                 if refusal.code in ("stale", "frame"):
-                    return self._links.report(refusal.code, self.outbox.dst, str(refusal))
+                    code = "refused" if refusal.code == "frame" else refusal.code
+                    return self._links.report(code, self.outbox.dst, str(refusal))
             except STREAM_ERRORS as error:
                 if self._down_since is None:
                     backoff_s = 0.05

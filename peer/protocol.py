@@ -256,12 +256,16 @@ class StageStatus(msgspec.Struct, frozen=True, tag="status", kw_only=True):
 
 
 class StageFault(msgspec.Struct, frozen=True, tag="fault", kw_only=True):
-    """The stage stopped or a neighbour is gone; `peer` is the one it concerns ("" for itself)."""
+    """The stage stopped or a neighbour is gone; `peer` is the one it concerns ("" for itself).
+
+    `code` of itself: died, frame, memory, leaving, mark; of `peer`: peer-lost, back (it is reached again), peer-frame
+    (it sent what does not fit), refused (it says that of us), stale, gap, differs.
+    """
 
     run: str
     stage: int
     incarnation: int
-    code: str  # of itself: died, frame, memory, leaving, mark; of `peer`: peer-lost, peer-frame, stale, gap, differs
+    code: str
     reason: str
     peer: str = ""
 

@@ -36,6 +36,7 @@ from peer.protocol import BlobRef, StageFault, StageStatus
 from peer.signing import sign
 from peer.trainer_assembly import Assembly, Refusal, Session
 from peer.trainer_balance import Balance
+from peer.trainer_complaints import Complaints
 from peer.trainer_live import Live, Placed, TrainerOptions
 from peer.trainer_repair import Repair
 from peer.trainer_sets import SetKeeper, new_manifest
@@ -96,6 +97,7 @@ class Trainer:
         self.watch = Watch(sink, session.clock)
         self._turn = asyncio.Lock()
         self._balance = Balance(self._live)
+        self._complaints = Complaints(self._live, self.spawn)
         self.sets = SetKeeper(self._live, self._turn, self.spawn)
         self._slots = asyncio.Semaphore(AHEAD)
         self._results: dict[int, asyncio.Future[TickResult]] = {}
@@ -338,7 +340,10 @@ class Trainer:
                 self._live.exclude(peer, math.inf if fault.code == "frame" else AFTER_DEATH_S)
             self._live.lose(peer, fault.reason)
         else:
-            self._live.say("waiting", f"stage {fault.stage}: {fault.reason}", peer=peer, stage=fault.stage)
+            if fault.code != "back":
+                self._live.say("waiting", f"stage {fault.stage}: {fault.reason}", peer=peer, stage=fault.stage)
+            if placed is not None:
+                self._complaints.hear(peer, fault)
 
     async def _let_go(self, peer: str, reason: str) -> None:
         """A volunteer that leaves waits so long for a complete set and no longer."""
@@ -347,7 +352,7 @@ class Trainer:
             self._live.lose(peer, reason)
 
     def _on_link_event(self, event: LinkEvent) -> None:
-        if event.code == "frame":
+        if event.code in ("frame", "refused"):
             self._distrust(event.stage, event.reason)
         elif event.code not in ("broken", "back"):
             text = f"the link to stage {event.stage}: {event.reason}"

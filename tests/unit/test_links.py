@@ -208,7 +208,7 @@ def test_an_oversized_frame_ends_the_stream_and_is_reported_at_both_ends() -> No
             a.update([endpoint(1)], 1)
             b.update([endpoint(0)], 1)
             await a.send(act(0, 0, bytes((1 << 20) + 1)))
-            await _until(lambda: any(e.code == "frame" for e in theirs) and any(e.code == "frame" for e in mine))
+            await _until(lambda: any(e.code == "frame" for e in theirs) and any(e.code == "refused" for e in mine))
             assert "at most 1048576" in next(e.reason for e in theirs if e.code == "frame")
 
     run(main())

@@ -15,18 +15,20 @@ import msgspec
 from dht.transport import Transport
 from peer.blobs import BlobStore, fetch_blob
 from peer.channel_io import ChannelSettings
-from peer.errors import BlobError
+from peer.errors import BlobError, RefusedError
+from peer.policy import check_state
 from peer.protocol import Keep, Kept
 
 log = logging.getLogger(__name__)
 
-DISK_SHARE = 0.25  # of the free disk that one snapshot may take
+DISK_SHARE = 0.25  # of the disk that would be free without them, for all of them together
 SETS_KEPT = 2
 MAX_STAGES = 64
 
 
 class _Held(msgspec.Struct, frozen=True):
     blob: str
+    size: int
     readers: frozenset[str]
 
 
@@ -36,22 +38,30 @@ class Buddy:
     def __init__(self, transport: Transport, store: BlobStore, folder: Path, settings: ChannelSettings) -> None:
         self._transport, self._store, self._folder, self._settings = transport, store, folder, settings
         self._held: dict[tuple[str, int], dict[int, _Held]] = {}
+        self._coming = 0  # bytes that are being fetched
 
     async def keep(self, message: Keep, trainer: str) -> Kept:
         """Fetch and keep the snapshot; `Kept.reason` says why it is not kept."""
         key, ref = (message.run, message.stage), message.state
         answer = Kept(run=message.run, stage=message.stage, tick=message.tick)
-        room = int(DISK_SHARE * shutil.disk_usage(self._folder).free)
+        kept = self._coming + sum(held.size for _, held in self._all())
+        room = int(DISK_SHARE * (shutil.disk_usage(self._folder).free + kept)) - kept
         if key not in self._held and len(self._held) >= MAX_STAGES:
             return msgspec.structs.replace(answer, reason=f"{MAX_STAGES} stages are kept here already")
+        if ref.size > room:
+            return msgspec.structs.replace(answer, reason=f"no room for {ref.size} bytes, {max(0, room)} may be taken")
+        self._coming += ref.size
         try:
+            check_state(ref)
             await fetch_blob(
                 self._transport, self._store, message.run, ref, max_bytes=room, settings=self._settings
             )  # fmt: skip
-        except (BlobError, OSError) as error:
+        except (BlobError, RefusedError, OSError) as error:
             return msgspec.structs.replace(answer, reason=str(error)[:200])
+        finally:
+            self._coming -= ref.size
         ticks = self._held.setdefault(key, {})
-        ticks[message.tick] = _Held(ref.hash, frozenset({*message.readers, trainer}))
+        ticks[message.tick] = _Held(ref.hash, ref.size, frozenset({*message.readers, trainer}))
         for tick in sorted(ticks)[:-SETS_KEPT]:
             self._discard(ticks.pop(tick).blob)
         return answer

@@ -209,5 +209,7 @@ def check_state(state: BlobRef) -> None:
     """A stage's bytes are named by a hash, and there are few to ask for them; RefusedError (admission) otherwise."""
     if not re.fullmatch(r"[0-9a-f]{64}", state.hash):
         raise RefusedError("admission", f"{state.hash[:80]!r} is no snapshot's hash: 64 hex digits")
+    if state.size < 0:
+        raise RefusedError("admission", f"a snapshot of {state.size} bytes")
     if len(state.holders) > MAX_HOLDERS:
         raise RefusedError("admission", f"a snapshot of {len(state.holders)} holders, at most {MAX_HOLDERS} are asked")

@@ -46,7 +46,8 @@ log = logging.getLogger("peer.daemon")
 
 OPDAGS_KEPT = 16
 GRACE_S = 3.5  # for a trainer to take over the stages of a volunteer that leaves; `fusion-peer leave` ends within 10 s
-KEEPING = 16  # snapshots of others that are fetched at once
+KEEPING = 16  # snapshots of others that are fetched at once, for one run
+KEEPING_ALL = 64  # and for all
 SNAPSHOTS_KEPT = 4  # of a stage: two complete sets, the one under way, one to spare
 Key = tuple[str, int]
 
@@ -97,7 +98,7 @@ class Volunteer:
         self.stages: dict[Key, HostedStage] = {}
         self.sessions: dict[str, Session] = {}
         self._home, self._changed, self._buddy = home, changed, buddy
-        self._keeping: set[asyncio.Task[None]] = set()
+        self._keeping: dict[asyncio.Task[None], str] = {}  # -> for which run
         self._empty = asyncio.Event()  # the last stage has gone
         self._going = ""  # why stages are handed over now
         self._held_back: set[str] = set()  # runs whose stages send nothing: their trainer is silent
@@ -185,7 +186,8 @@ class Volunteer:
         """Keep a snapshot of another host's stage; the answer comes when it is here."""
         buddy, trainer = self._buddy, session.cert.trainer_peer
         may = message.run == session.spec.run and self.leases.leads(session.cert)
-        if buddy is None or not may or len(self._keeping) >= KEEPING:
+        busy = len(self._keeping) >= KEEPING_ALL or list(self._keeping.values()).count(message.run) >= KEEPING
+        if buddy is None or not may or busy:
             reason = "busy" if may else "not this session's run"
             return session.post(Kept(run=message.run, stage=message.stage, tick=message.tick, reason=reason))
 
@@ -193,8 +195,8 @@ class Volunteer:
             session.post(await buddy.keep(message, trainer))
 
         task = asyncio.create_task(fetch())
-        self._keeping.add(task)
-        task.add_done_callback(self._keeping.discard)
+        self._keeping[task] = message.run
+        task.add_done_callback(lambda task: self._keeping.pop(task, None))
 
     def heard(self, session: Session) -> None:
         self.leases.renew(session.cert, time.monotonic())

@@ -129,10 +129,12 @@ class Links:
         return self._room.wait(timeout_s)
 
     def _push_or_report(self, frame: Frame) -> None:
+        if self._closed:
+            return  # since it was posted
         try:
             self._push(frame)
-        except (WireError, ChannelClosed) as error:
-            self.report("frame", frame.dst, str(error))
+        except WireError as error:
+            self.report("gap", frame.dst, str(error))  # our own fault: the receiver has done nothing
 
     def _push(self, frame: Frame) -> Sender:
         if self._closed:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -12,10 +15,14 @@ from hypothesis import strategies as st
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics, Plan, StagePlacement
 from fusion_p2p.workload import Atom
+from peer.channel_io import ChannelSettings
 from peer.lab.chaos import KINDS, parse, schedule
 from peer.offers import DeviceOffer
+from peer.protocol import StageFault
 from peer.trainer_balance import slowness, without
 from peer.trainer_buddies import buddies
+from peer.trainer_complaints import Complaints
+from peer.trainer_live import Live
 
 
 def plan_of(*peers: str) -> Plan:
@@ -83,3 +90,45 @@ def test_moving_a_slow_peer_away_pays_where_there_is_a_spare() -> None:
     assert without(plan, "b", 4.0, measured, atoms_of(3), hosts) == pytest.approx((4.0, 2.0))  # beside another
     full = [h if h.peer == "b" else DeviceOffer(peer=h.peer, flops_per_s=1e9, memory_bytes=0) for h in hosts]
     assert without(plan, "b", 4.0, measured, atoms_of(3), full) == (4.0, math.inf)
+
+
+class _Judge:
+    """What `Complaints` uses of a `Live`."""
+
+    def __init__(self) -> None:
+        self.now = SimpleNamespace(plan=plan_of("a", "b", "c"))
+        self.options = SimpleNamespace(channels=ChannelSettings(beat_s=0.01, dead_s=0.04))
+        self.lost: list[str] = []
+
+    def exclude(self, peer: str) -> None: ...
+
+    def lose(self, peer: str, reason: str) -> None:
+        self.lost.append(peer)
+
+    gone = lose
+
+
+def complaint(code: str, stage: int, peer: str) -> StageFault:
+    return StageFault(run="r", stage=stage, incarnation=0, code=code, reason="so it says", peer=peer)
+
+
+async def _hear(*heard: tuple[str, StageFault]) -> list[str]:
+    judge, tasks = _Judge(), list[asyncio.Task[None]]()
+    complaints = Complaints(cast(Live, judge), lambda work: tasks.append(asyncio.ensure_future(work)))
+    for reporter, fault in heard:
+        complaints.hear(reporter, fault)
+    await asyncio.gather(*tasks)
+    return judge.lost
+
+
+def test_two_hosts_that_cannot_reach_each_other_lose_one() -> None:
+    ab, ba, cb = complaint("peer-lost", 0, "b"), complaint("peer-lost", 1, "a"), complaint("peer-lost", 2, "b")
+    assert asyncio.run(_hear(("a", ab), ("b", ba))) in (["a"], ["b"])
+    assert asyncio.run(_hear(("a", ab), ("b", ba), ("c", cb))) == ["b"]  # two against one
+    assert asyncio.run(_hear(("a", ab), ("a", complaint("back", 0, "b")))) == []
+
+
+def test_who_accuses_a_second_peer_of_its_frames_is_replaced() -> None:
+    first, second = complaint("peer-frame", 1, "a"), complaint("peer-frame", 1, "c")
+    assert asyncio.run(_hear(("b", first))) == ["a"]
+    assert asyncio.run(_hear(("b", first), ("b", second))) == ["a", "b"]

@@ -51,8 +51,7 @@ class ListArg(msgspec.Struct, frozen=True, tag="l", array_like=True):
     items: tuple[Arg, ...]
 
 
-Scalar: TypeAlias = None | bool | int | float
-Arg: TypeAlias = None | bool | int | float | BatchInt | Ref | DTypeArg | EnumArg | ListArg
+Arg: TypeAlias = bool | int | float | BatchInt | Ref | DTypeArg | EnumArg | ListArg | None
 Dim: TypeAlias = int | BatchInt
 
 

@@ -247,14 +247,13 @@ def test_an_unknown_compression_is_refused_and_leaves_nothing(call: Call) -> Non
     assert not Path("runs/cats").exists()
 
 
-def testbed_file() -> Path:
-    return Path(__file__).parents[2] / "examples" / "testbeds" / "testbeds.json"
+BEDS = Path(__file__).parents[2] / "examples" / "testbeds" / "testbeds.json"
 
 
 def test_plan_of_a_testbed(call: Call, tmp_path: Path) -> None:
     picture = tmp_path / "step.svg"
     code, out, err = call(
-        "plan", "--testbed", f"{testbed_file()}:T2", "--model", "resnet101-cifar", "--json", "--picture", str(picture)
+        "plan", "--testbed", f"{BEDS}:T2", "--model", "resnet101-cifar", "--json", "--picture", str(picture)
     )
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -264,7 +263,7 @@ def test_plan_of_a_testbed(call: Call, tmp_path: Path) -> None:
 
 
 def test_plan_of_a_configuration_on_a_testbed(call: Call) -> None:
-    code, out, _ = call("plan", "run.toml", "--testbed", f"{testbed_file()}:T2", "--codecs", "dense")
+    code, out, _ = call("plan", "run.toml", "--testbed", f"{BEDS}:T2", "--codecs", "dense")
     assert code == 0
     assert "stage  0" in out and "what any plan could do" in out
 
@@ -273,10 +272,10 @@ def test_plan_of_a_configuration_on_a_testbed(call: Call) -> None:
     ("arguments", "words"),
     [
         ((), "give --testbed FILE"),
-        (("--testbed", str(testbed_file()), "--model", "gpt2-xl"), "has several testbeds; name one"),
-        (("--testbed", f"{testbed_file()}:T2"), "no model to plan"),
+        (("--testbed", str(BEDS), "--model", "gpt2-xl"), "has several testbeds; name one"),
+        (("--testbed", f"{BEDS}:T2"), "no model to plan"),
         (("--testbed", "nowhere.json", "--model", "gpt2-xl"), "nowhere.json"),
-        (("--testbed", f"{testbed_file()}:T2", "--model", "gpt2-xl", "--codecs", "zip"), "codecs 'zip' is none of"),
+        (("--testbed", f"{BEDS}:T2", "--model", "gpt2-xl", "--codecs", "zip"), "codecs 'zip' is none of"),
     ],
 )
 def test_plan_says_what_is_wrong(call: Call, arguments: tuple[str, ...], words: str) -> None:

@@ -49,6 +49,7 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     peer: str = ""
     stage: int = -1
+    wanted_peers: int = 0  # more volunteers that the run waits for, now
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "text", one_line(self.text, MAX_TEXT))

@@ -241,8 +241,11 @@ class Trainer:
     async def _gather(self) -> list[DeviceOffer]:
         live = self._live
         live.say("phase", "waiting for volunteers")
+        wanted = live.options.peers
         offers = await live.swarm.wait_for(
-            live.options.peers, live.options.gather_s, lambda n: live.say("waiting", f"{n} volunteers")
+            wanted,
+            live.options.gather_s,
+            lambda n: live.say("waiting", f"{n} volunteers", wanted_peers=max(0, wanted - n)),
         )
         live.assembly.addresses = live.swarm.addresses
         return offers

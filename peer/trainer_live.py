@@ -170,5 +170,10 @@ class Live:
         self.whole.clear()
         self.broken.set()
 
-    def say(self, kind: str, text: str, *, peer: str = "", stage: int = -1) -> None:
-        self.sink(RunEvent(kind=kind, text=text, time_s=self.session.clock(), step=self.step, peer=peer, stage=stage))
+    def say(self, kind: str, text: str, *, peer: str = "", stage: int = -1, wanted_peers: int = 0) -> None:
+        now_s = self.session.clock()
+        self.sink(
+            RunEvent(
+                kind=kind, text=text, time_s=now_s, step=self.step, peer=peer, stage=stage, wanted_peers=wanted_peers
+            )
+        )

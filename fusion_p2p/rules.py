@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fusion_p2p.errors import CaptureError
-from fusion_p2p.ir import ListArg, Ref, Scalar
+from fusion_p2p.ir import ListArg, Ref
 from fusion_p2p.opset import OPS
 
 if TYPE_CHECKING:
@@ -51,11 +51,11 @@ def _shaped(op: str) -> Rule:
     return rule
 
 
-def _fill(low: Lowering, out: torch.Tensor, value: Scalar) -> Any:
+def _fill(low: Lowering, out: torch.Tensor, value: bool | int | float | None) -> Any:
     return low.emit("aten.full", (list(out.shape), value, out.dtype), out)
 
 
-def _full(value: Scalar | None, position: int = -1) -> Rule:
+def _full(value: bool | int | float | None, position: int = -1) -> Rule:
     def rule(low: Lowering, node: fx.Node) -> Any:
         fill: Any = value if value is not None else node.args[position]
         if isinstance(fill, fx.Node):

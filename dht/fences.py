@@ -291,7 +291,7 @@ class FenceMachine:
         if now - seen <= LEASE_S:
             return  # the record was not found, but its lease may run
         if self._stand_at is None:
-            self._stand_at = now + self._rng.uniform(0, 2 * NEW_ROUND_S)
+            self._stand_at = now + self._rng.uniform(0, NEW_ROUND_S)
         if now >= self._stand_at:
             self._stand_at = None
             self._quick_until = now + 2 * ROUND_S
@@ -421,6 +421,8 @@ class FenceMachine:
     def _next_s(self, now: float) -> float:
         """Sooner while new, while the leader is missed, and after standing, when others may have stood as well."""
         missed = bool(self.fence) and not self.leading and now - max(self._lead_seen, self._entered) > LEASE_S - ROUND_S
+        if self.fence and self._stand_at is not None:
+            return max(0.5, self._stand_at - now)
         return NEW_ROUND_S if self._new or missed or now < self._quick_until else ROUND_S
 
     def _leader_record(self, now: float, resigned_to: str = "") -> FenceRecord:

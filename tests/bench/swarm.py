@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.bench.rows import Row, at_least, at_most, report
 from tests.sim.dht_traffic import Tally, search_cost
-from tests.sim.fence_world import ROUND_S, Faults, World, make_sites
+from tests.sim.fence_world import NEW_ROUND_S, ROUND_S, Faults, World, make_sites
 
 FAULTS = Faults(loss=0.02, delay_s=2.0, skew_s=1.5, noise=0.1)
 
@@ -131,7 +131,7 @@ def deaths(quick: bool) -> list[Row]:
 def _until_one_leader(world: World, fence: str) -> float:
     start = world.now
     while world.now - start < 300:
-        world.step()
+        world.step(NEW_ROUND_S)
         if world.one_leader_each() and (not fence or not world.fences().get(fence) or len(world.leaders(fence)) == 1):
             break
     return world.now - start

@@ -79,7 +79,7 @@ def test_six_peers_in_two_sites_elect_two_fences(tmp_path: Path) -> None:
                         stands = found
                     await asyncio.sleep(0.2)
                 board = swarm[0][0]
-                while not await all_is_published(board):
+                while not await all_is_published(board):  # noqa: ASYNC110 (other processes' doing: no event tells)
                     await asyncio.sleep(0.5)
             views = {v.id: v for v in await board.fences()}
             assert set(views) == {stands[0][0], stands[1][0]}

@@ -168,9 +168,9 @@ class World:
 
     # --- rounds
 
-    def step(self) -> None:
-        """One refresh round: peers come when they are due, several times while they are new."""
-        end = self.now + ROUND_S
+    def step(self, seconds: float = ROUND_S) -> None:
+        """One refresh round, or less: peers come when they are due, several times while they are new."""
+        end = self.now + seconds
         due = [(p.due, p.name) for p in self.peers.values() if p.alive and p.due < end]
         heapq.heapify(due)
         while due:

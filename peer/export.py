@@ -16,6 +16,7 @@ from torch import nn
 
 from fusion_p2p.errors import InputError
 from peer.models import ImageClassifier
+from peer.plain import lines
 from peer.tokenize_text import FILE as TOKENIZER_FILE
 from peer.tokenize_text import TextTokenizer
 
@@ -88,7 +89,10 @@ def sample_text(
     top_k: int = 40,
     seed: int = 0,
 ) -> str:
-    """The prompt and `tokens` more, drawn among the `top_k` likeliest (0: all) at `temperature` (0: the likeliest)."""
+    """The prompt and `tokens` more, drawn among the `top_k` likeliest (0: all) at `temperature` (0: the likeliest).
+
+    Of bytes a model makes terminal escapes as well: what does not print becomes U+FFFD, but for line ends and tabs.
+    """
     ids = [int(i) for i in tokenizer.encode(prompt)] or [0]
     generator = torch.Generator().manual_seed(seed)
     was_training = model.training
@@ -104,4 +108,4 @@ def sample_text(
         odds = torch.softmax(logits / temperature, dim=0)
         ids.append(int(torch.multinomial(odds, 1, generator=generator)))
     model.train(was_training)
-    return tokenizer.decode(ids)
+    return lines(tokenizer.decode(ids))

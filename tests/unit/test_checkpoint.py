@@ -129,6 +129,8 @@ def test_sampling_is_seeded_and_goes_past_the_context(tmp_path: Path) -> None:
     texts = [sample_text(model, data.tokenizer, context=16, prompt="the cat", tokens=40, seed=s) for s in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     assert texts[0].startswith("the cat")
+    escape = sample_text(model, data.tokenizer, context=16, prompt="a\x1b[2Jb\n\tc", tokens=1)
+    assert escape.startswith("a\ufffd[2Jb\n\tc")
     assert model.training
     likeliest = [sample_text(model, data.tokenizer, context=16, tokens=5, temperature=0, seed=s) for s in (1, 2)]
     assert likeliest[0] == likeliest[1]

@@ -140,6 +140,9 @@ class NumericsSection(Section, frozen=True):
     recompute: Annotated[
         bool, Meta(description="compute activations again in the backward: less memory, a third more work, same bits")
     ] = False
+    device_class: Annotated[
+        Literal["cpu", "cuda"], Meta(description="devices of this kind only: cpu and cuda round differently")
+    ] = "cpu"
     threads: Annotated[int, Meta(description="CPU threads per stage", ge=1, le=256)] = 1
 
 

@@ -27,6 +27,11 @@ class DeviceOffer:
     machine: str = ""
     correction: float = 1.0
 
+    @property
+    def device_class(self) -> str:
+        """As in `Numerics`: "cpu" or "cuda"."""
+        return self.device.partition(":")[0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmLinks:

@@ -57,12 +57,19 @@ class PlanRequest:
 
 
 def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> Plan:
-    """The plan of least predicted step time. `atoms`: of one micro-batch of `base.micro_batch_size`.
+    """The plan of least predicted step time, on devices of the run's class. `atoms`: of one micro-batch.
 
-    InputError, with figures, if memory does not suffice.
+    InputError, with figures, if there is no such device or memory does not suffice.
     """
     if not offers:
         raise InputError("no volunteer offers a device; start one with: fusion-peer join ADDRESS")
+    wanted, there = request.base.device_class, sorted({o.device_class for o in offers})
+    offers = [o for o in offers if o.device_class == wanted]
+    if not offers:
+        raise InputError(
+            f"the run computes on {wanted}, the volunteers offer {', '.join(there)}; "
+            f"set numerics.device_class, or start one with: fusion-peer join ADDRESS --device {wanted}"
+        )
     if not atoms:
         raise InputError("the model has no operator to place")
     if request.stages is not None and not request.pinned and not 1 <= request.stages <= len(atoms):
@@ -274,7 +281,7 @@ def rehost(
     load = _Load(atoms, plan.numerics.micro_batches, factor)
     bounds = (0, *plan.numerics.cuts, load.n)
     window = {p.stage: p.window for p in plan.placement}
-    left = [o for o in offers if o.peer not in lost]
+    left = [o for o in offers if o.peer not in lost and o.device_class == plan.numerics.device_class]
     placed: dict[int, DeviceOffer] = {}
     moved = []
     for p in plan.placement:

@@ -290,3 +290,16 @@ def test_two_sites_are_crossed_once() -> None:
     assert any(r.startswith("2 fences of 2 are crossed in 1 hops") for r in plan.reasons)
     three = make_plan(costs, hosts, PlanRequest(base=BASE, links=known, stages=3))
     assert len({site[p.peer] for p in three.placement}) == 1  # three of one site rather than the first three
+
+
+def test_stages_go_to_devices_of_the_runs_class_only() -> None:
+    mixed = [replace(o, device=d) for o, d in zip(offers(9.0, 1.0, 2.0), ("cuda:0", "cpu", "cuda:1"), strict=True)]
+    on_cuda = msgspec.structs.replace(BASE, device_class="cuda")
+    plan = make_plan(atoms(*[1.0] * 6), mixed, PlanRequest(base=on_cuda, every_device=True))
+    assert {p.device for p in plan.placement} == {"cuda:0", "cuda:1"} and plan.numerics.device_class == "cuda"
+    with pytest.raises(InputError, match="no volunteer has"):  # the CPU is no refuge
+        rehost(plan, frozenset({"peer0", "peer2"}), (), atoms(*[1.0] * 6), mixed, 7.0)
+    only_cpu = make_plan(atoms(*[1.0] * 6), mixed, PlanRequest(base=BASE))
+    assert {p.device for p in only_cpu.placement} == {"cpu"}
+    with pytest.raises(InputError, match=r"computes on cpu, the volunteers offer cuda.*numerics\.device_class"):
+        make_plan(atoms(1.0), mixed[:1], PlanRequest(base=BASE))

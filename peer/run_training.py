@@ -237,6 +237,7 @@ class _Session:
             run_dir=self._folder,
             dtype=c.numerics.dtype,
             recompute=c.numerics.recompute,
+            device_class=c.numerics.device_class,
             threads=c.numerics.threads,
             **common,
         )

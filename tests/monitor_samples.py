@@ -67,8 +67,10 @@ class MemoryBoard:
 
 def run_view(**fields: object) -> RunView:
     """Peers 1, 2 and 3 host its stages, peer 0 trains. Stage 1 is slow."""
+    owner = fields.pop("owner", OWNER)
+    assert isinstance(owner, Identity)
     run = run_record(
-        OWNER, PEERS[0].peer_id, step=10, total=100, loss=2.5, step_time_s=2.0, plan=1, published=NOW, **fields
+        owner, PEERS[0].peer_id, step=10, total=100, loss=2.5, step_time_s=2.0, plan=1, published=NOW, **fields
     )
     hosts = tuple(StageHost(s, 0, PEERS[s + 1].peer_id, "cpu") for s in range(3))
     figures = tuple(StageFigures(s, 0, 1.7 if s == 1 else 0.5, 0.1, 0.2 if s == 1 else 1.4) for s in range(3))

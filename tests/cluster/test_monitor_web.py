@@ -255,6 +255,24 @@ def test_the_scrubber_goes_back(scene: Scene, desktop: Any) -> None:
     assert complaints(desktop) == []
 
 
+def test_another_address_is_a_choice_with_a_warning(scene: Scene, tmp_path: Path) -> None:
+    async def warned() -> str:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "dht.cli_monitor", "web", "--swarm", scene.swarm.address, "--host", "0.0.0.0",
+            "--port", "0", "--history", "none", stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "FUSION_HOME": str(tmp_path)},
+        )  # fmt: skip
+        assert process.stderr is not None
+        try:
+            async with asyncio.timeout(30):
+                return (await process.stderr.readline()).decode()
+        finally:
+            process.terminate()
+            await process.wait()
+
+    assert "warning: 0.0.0.0 is not this machine alone" in scene.call(warned())
+
+
 def test_a_narrow_screen_and_dark_mode(scene: Scene) -> None:
     assert json.loads(urllib.request.urlopen(f"{scene.url}api/picture", timeout=10).read())["error"] is None
     scene.kill_the_victim()

@@ -177,6 +177,43 @@ def test_a_stopped_run_says_since_when() -> None:
     assert run.why is None
 
 
+def test_refused_records_are_a_note_and_nothing_else() -> None:
+    def forged(made: MemoryBoard) -> None:
+        made.refused = 3
+
+    before, after = looks(forged)
+    assert [e.text.split(":")[0] for e in after.events] == ["3 records refused"]
+    assert (after.picture.peers, after.picture.runs) == (before.picture.peers, before.picture.runs)
+
+
+def test_two_owners_runs_of_one_name_are_marked() -> None:
+    made = board()
+    other = run_view(owner=PEERS[6])
+    made.found_runs[other.run.run] = other
+    picture = asyncio.run(Observer(made).look()).picture
+    assert len(picture.runs) == 2 and all("another owner" in r.warnings[-1] for r in picture.runs)
+
+
+def test_a_board_that_does_not_answer_leaves_the_last_picture_marked() -> None:
+    from dht.errors import TransportError
+
+    made = board()
+
+    async def main() -> tuple[Sight, Sight]:
+        observer = Observer(made)
+        good = await observer.look()
+
+        async def silent(*, timeout_s: float) -> tuple[()]:
+            raise TransportError("the board has not answered")
+
+        made.runs = silent  # type: ignore[method-assign]
+        return good, await observer.look()
+
+    good, bad = asyncio.run(main())
+    assert bad.picture.peers == good.picture.peers and bad.picture.error == "the board has not answered"
+    assert bad.events == []
+
+
 def test_plain_lines_are_plain() -> None:
     made = board(reason="\x1b[31mred")
     lines = plain_lines(asyncio.run(Observer(made).look()))

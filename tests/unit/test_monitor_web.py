@@ -152,6 +152,27 @@ def test_where_it_listens() -> None:
         listen("256.1.1.1", 80)
 
 
+def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    import sys
+
+    from dht.cli_monitor import main
+
+    monkeypatch.setitem(sys.modules, "dht.web.run", None)
+    assert main(["web", "--swarm", "/ip4/127.0.0.1/tcp/1/p2p/" + PEERS[0].peer_id]) == 2
+    assert "pip install 'fusion-p2p[web]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--port", "70000"], "--port 70000"), (["--every", "0"], "--every 0"), (["--history-mb", "0"], "--history-mb")],
+)
+def test_bad_options_exit_with_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from dht.cli_monitor import main
+
+    assert main(["web", "--swarm", "/ip4/127.0.0.1/tcp/1/p2p/" + PEERS[0].peer_id, *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_where_history_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("FUSION_HOME", str(tmp_path))
     a, b = (f"/ip4/1.2.3.4/tcp/1/p2p/{PEERS[n].peer_id}" for n in (0, 1))

@@ -34,6 +34,7 @@ class Balance:
         self._hosts: dict[int, tuple[str, int]] = {}  # stage -> (peer, incarnation) that the average is of
         self._seconds: dict[int, float] = {}
         self._ticks = 0
+        self._step_s = 0.0
         self._slow: dict[str, int] = {}  # peer -> looks in a row
 
     def tick(self, result: TickResult) -> None:
@@ -48,6 +49,7 @@ class Balance:
                 self._seconds[stage] = seconds
             else:
                 self._seconds[stage] += MOVING_AVERAGE * (seconds - self._seconds[stage])
+        self._step_s += (MOVING_AVERAGE if self._step_s else 1.0) * (result.time_s - self._step_s)
         self._ticks += 1
         if self._ticks % EVERY == 0 and len(self._seconds) == self._live.now.plan.numerics.stages:
             self._look()
@@ -67,9 +69,10 @@ class Balance:
         if self._slow[peer] < LOOKS:
             return
         now_s, then_s = without(live.now.plan, peer, slow[peer], self._seconds, live.atoms, live.devices())
-        if then_s < (1 - HYSTERESIS) * now_s:
+        if now_s - then_s > HYSTERESIS * self._step_s:  # of the step, so that what others wait for counts alone
             live.exclude(peer, EXCLUDED_S)
-            why = f"it is {slow[peer]:.1f} times slower than the others; without it a step takes {then_s / now_s:.0%}"
+            saved_s = now_s - then_s
+            why = f"it is {slow[peer]:.1f} times slower than the others; without it a step is {saved_s:.2g} s shorter"
             live.hand_over(peer, why, may_stay=True)
             self._slow.clear()
 
@@ -94,7 +97,8 @@ def without(
     for p in plan.placement:
         to = moved.host(p.stage)
         if p.peer == peer:
-            then[p.stage] *= rate[p.peer, p.device] / (slower * rate[to.peer, to.device])
+            before = rate.get((p.peer, p.device), rate[to.peer, to.device])
+            then[p.stage] *= before / (slower * rate[to.peer, to.device])
     return _busiest_s(plan, measured_s), _busiest_s(moved, then)
 
 

@@ -125,7 +125,10 @@ def _top(options: argparse.Namespace) -> int:
     from dht.home import resolve_swarm
     from dht.top import watch
 
-    return asyncio.run(watch(resolve_swarm(options.swarm), every_s=_every(options)))
+    try:
+        return asyncio.run(watch(resolve_swarm(options.swarm), every_s=_every(options)))
+    except asyncio.CancelledError:  # SIGTERM
+        return 143
 
 
 def _web(options: argparse.Namespace) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,6 +30,9 @@ _TICKS = "▁▂▃▄▅▆▇█"
 async def watch(swarm: tuple[str, ...], *, every_s: float, console: Console | None = None) -> int:
     """Until interrupted. SwarmUnreachable, TransportError."""
     console = console or Console(highlight=False)
+    me = asyncio.current_task()
+    if me is not None:  # a terminal must be given back, and the board left, also on SIGTERM
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
     async with reading_board(swarm) as board:
         observer = Observer(board, every_s)
         if not console.is_terminal:

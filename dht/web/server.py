@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -293,14 +294,23 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve(hub: Hub, sock: socket.socket, hosts: tuple[str, ...]) -> None:
-    """Until cancelled or told to stop by SIGINT or SIGTERM."""
+    """Until cancelled or told to stop by SIGINT or SIGTERM; returns either way, so that the board is left in order."""
     import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """uvicorn's own would raise the signal again when it is done, and end the process before us."""
+            yield
 
     config = uvicorn.Config(
         make_app(hub, hosts=hosts), log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off"
     )
     looking = asyncio.create_task(hub.serve(), name="observer")
-    server = asyncio.create_task(uvicorn.Server(config).serve(sockets=[sock]), name="web")
+    web = Server(config)
+    server = asyncio.create_task(web.serve(sockets=[sock]), name="web")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, lambda: setattr(web, "should_exit", True))
     try:
         done, _ = await asyncio.wait({looking, server}, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

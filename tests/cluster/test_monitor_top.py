@@ -139,7 +139,8 @@ def test_plain_lines_where_the_output_is_no_terminal(tmp_path: Path) -> None:
                         heard.append((await process.stdout.readline()).decode())
             finally:
                 process.terminate()
-                await process.wait()
+                async with asyncio.timeout(15):
+                    assert await process.wait() == 143
             text = "".join(heard)
             assert "\x1b" not in text  # no colours, no cursor
             assert "step=21/500" in text and "loss=" in text and 'bound="stage 1 computes' in text

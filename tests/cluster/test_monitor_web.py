@@ -76,7 +76,7 @@ class Scene:
                     advancing.cancel()
                     monitor.send_signal(signal.SIGTERM)
                     async with asyncio.timeout(15):
-                        await monitor.wait()
+                        assert await monitor.wait() == 0
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(self.victim_pid, signal.SIGKILL)
                     await peer.wait()

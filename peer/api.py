@@ -55,7 +55,7 @@ __all__ = ["LocalSwarm", "Run", "RunPaused", "TrainSummary"]
 
 CLOSE_TIMEOUT_S = 9.0
 REPORT_WAIT_S = 4.0
-DTYPES, DEVICE_CLASSES = ("float32", "bfloat16"), ("cpu", "cuda")
+DTYPES, DEVICE_CLASSES = ("float32", "bfloat16"), ("auto", "cpu", "cuda")
 
 
 class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,8 +93,8 @@ class Run:
     links that would hold the pipeline up, and only as far as needed; "none"; "adatopk-paper" and "topk:100" are the
     published rules; a codec's name ("int8", "rotated:4/2", ...) holds for every cut.
     numerics: "pinned" keeps the first plan's numerics to the end. dtype: "bfloat16" computes in it, weights stay
-    float32. device_class: stages go to devices of this kind only, "cpu" or "cuda". recompute: activations are computed
-    again in the backward instead of kept; changes no bit.
+    float32. device_class: stages go to "cpu" or "cuda" devices only; "auto": to what is faster in sum.
+    recompute: activations are computed again in the backward instead of kept; changes no bit.
     allow_peers: only these peer ids see the run. compute: this machine hosts stages too, where `swarm` is an address.
     save_every: steps between complete sets in run_dir (None: a temporary folder). recover_s: how long a lost stage may
     wait for a new host before the run pauses. on: sinks that hear every happening, on the run's own thread.
@@ -121,7 +121,7 @@ class Run:
         numerics: str = "pinned",
         dtype: str = "float32",
         recompute: bool = False,
-        device_class: str = "cpu",
+        device_class: str = "auto",
         threads: int = 1,
         allow_peers: Sequence[str] = (),
         compute: bool = True,
@@ -137,7 +137,7 @@ class Run:
                 raise InputError(f"{what} = {value} must be at least 1")
         for what, given, known in (("dtype", dtype, DTYPES), ("device_class", device_class, DEVICE_CLASSES)):
             if given not in known:
-                raise InputError(f"{what} = {given!r} is unknown; use {' or '.join(known)}")
+                raise InputError(f"{what} = {given!r} is unknown; use {', '.join(known)}")
         ladder_of(compression)  # says so now if it is no codec
         self._compression = compression
         self._model, self._data, self._loss = model, data, loss

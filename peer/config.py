@@ -141,8 +141,9 @@ class NumericsSection(Section, frozen=True):
         bool, Meta(description="compute activations again in the backward: less memory, a third more work, same bits")
     ] = False
     device_class: Annotated[
-        Literal["cpu", "cuda"], Meta(description="devices of this kind only: cpu and cuda round differently")
-    ] = "cpu"
+        Literal["auto", "cpu", "cuda"],
+        Meta(description="devices of one kind only, for they round differently; auto: the kind that is faster in sum"),
+    ] = "auto"
     threads: Annotated[int, Meta(description="CPU threads per stage", ge=1, le=256)] = 1
 
 

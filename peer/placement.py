@@ -38,8 +38,9 @@ class PlanRequest:
     """`state_factor`: resident bytes per weight byte (AdamW: weight, gradient, two moments, snapshot copy = 5 to 7).
 
     `stages` None: as many as pay, or one for `every_device`. `base` holds the numerics that the run fixes; its cuts
-    and codecs are replaced unless `pinned`, in which case they stand and only hosts are chosen. `compression`: as in
-    `adatopk.ladder_of`. `channels`: what stages exchange under given cuts; None: neighbours only.
+    and codecs are replaced unless `pinned`, in which case they stand and only hosts are chosen. Its device class may be
+    "auto": the kind of devices that together compute fastest. `compression`: as in `adatopk.ladder_of`.
+    `channels`: what stages exchange under given cuts; None: neighbours only.
     """
 
     base: Numerics
@@ -63,11 +64,17 @@ def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: Pla
     """
     if not offers:
         raise InputError("no volunteer offers a device; start one with: fusion-peer join ADDRESS")
-    wanted, there = request.base.device_class, sorted({o.device_class for o in offers})
+    there = {o.device_class: 0.0 for o in offers}
+    for o in offers:
+        there[o.device_class] += o.flops_per_s
+    wanted = request.base.device_class
+    if wanted == "auto":
+        wanted = max(sorted(there), key=lambda kind: there[kind])
+        request = replace(request, base=msgspec.structs.replace(request.base, device_class=wanted))
     offers = [o for o in offers if o.device_class == wanted]
     if not offers:
         raise InputError(
-            f"the run computes on {wanted}, the volunteers offer {', '.join(there)}; "
+            f"the run computes on {wanted}, the volunteers offer {', '.join(sorted(there))}; "
             f"set numerics.device_class, or start one with: fusion-peer join ADDRESS --device {wanted}"
         )
     if not atoms:

@@ -303,3 +303,10 @@ def test_stages_go_to_devices_of_the_runs_class_only() -> None:
     assert {p.device for p in only_cpu.placement} == {"cpu"}
     with pytest.raises(InputError, match=r"computes on cpu, the volunteers offer cuda.*numerics\.device_class"):
         make_plan(atoms(1.0), mixed[:1], PlanRequest(base=BASE))
+
+
+def test_an_automatic_class_is_the_one_that_is_faster_in_sum() -> None:
+    mixed = [replace(o, device=d) for o, d in zip(offers(3.0, 2.0, 2.0), ("cuda:0", "cpu", "cpu"), strict=True)]
+    request = PlanRequest(base=msgspec.structs.replace(BASE, device_class="auto"))
+    assert make_plan(atoms(*[1.0] * 6), mixed, request).numerics.device_class == "cpu"
+    assert make_plan(atoms(*[1.0] * 6), mixed[:2], request).numerics.device_class == "cuda"

@@ -26,6 +26,7 @@ from peer.protocol import (
     Refused,
     RunSpec,
     SessionCert,
+    Signed,
     StageOffer,
     ToVolunteer,
     Trim,
@@ -48,8 +49,8 @@ _DECODER: msgspec.msgpack.Decoder[ToVolunteer] = msgspec.msgpack.Decoder(ToVolun
 class TrainerSession:
     """See `volunteer.Session`."""
 
-    def __init__(self, stream: MessageStream[ToVolunteer], spec: RunSpec, cert: SessionCert) -> None:
-        self.spec, self.cert = spec, cert
+    def __init__(self, stream: MessageStream[ToVolunteer], spec: RunSpec, cert: SessionCert, signed: Signed) -> None:
+        self.spec, self.cert, self.signed_cert = spec, cert, signed
         self._stream = stream
         self._queue: asyncio.Queue[msgspec.Struct | None] = asyncio.Queue()
 
@@ -58,9 +59,9 @@ class TrainerSession:
         if self._queue.qsize() > MAX_QUEUED:
             self._stream.close()  # it takes no messages
 
-    def end(self, code: str, reason: str) -> None:
-        """Tell the trainer why, then close."""
-        self.post(Refused(code=code, reason=reason))
+    def end(self, code: str, reason: str, cert: Signed) -> None:
+        """Tell the trainer why and whose certificate says so, then close."""
+        self.post(Refused(code=code, reason=reason, cert=cert))
         self._queue.put_nowait(None)
 
     async def run(self, volunteer: Volunteer, beat_s: float, dead_s: float) -> None:
@@ -140,7 +141,7 @@ class ControlServer:
                 reason = f"trainer speaks protocol {hello.version}, this volunteer {PROTOCOL_VERSION}: update the older"
                 raise RefusedError("version", reason)
             spec, cert = check_session(hello.spec, hello.cert, remote_peer=stream.remote, now=time.time())
-            session = TrainerSession(MessageStream(stream.reader, stream.writer, _DECODER), spec, cert)
+            session = TrainerSession(MessageStream(stream.reader, stream.writer, _DECODER), spec, cert, hello.cert)
             self._volunteer.admit(session)
         except SignatureError as error:
             return await first.send(Refused(code="signature", reason=str(error)), timeout_s=SEND_S)

@@ -184,6 +184,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
 class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
     """`code`: version, policy, busy, lease, memory, admission, signature, state (its bytes could not be had).
 
+    `cert`: of the session that leads the run now, where the trainer was put out: without this proof it does not end.
     `needed` and `cap` in bytes for memory. `run` and `stage` of the offer; "" and -1 in answer to a hello.
     """
 
@@ -193,6 +194,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
     needed: Bytes = 0
     cap: Bytes = 0
     run: str = ""
+    cert: Signed | None = None  # SessionCert
 
     def __post_init__(self) -> None:
         _plain(self, "code", "reason", "run")

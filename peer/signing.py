@@ -130,6 +130,15 @@ def check_session(spec: Signed, cert: Signed, *, remote_peer: str, now: float) -
     return run, session
 
 
+def is_successor(cert: Signed, run: RunSpec, epoch: int) -> bool:
+    """Whether the run's owner signed a session of it with a higher epoch: the proof that ours is replaced."""
+    try:
+        session = open_signed(cert, SessionCert, run.owner)
+    except SignatureError:
+        return False
+    return session.run == run.run and session.epoch > epoch
+
+
 def check_assignment(
     assignment: Signed, run: RunSpec, session: SessionCert, *, target_peer: str, now: float
 ) -> Assignment:

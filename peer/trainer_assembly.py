@@ -42,7 +42,7 @@ from peer.protocol import (
     StageOffer,
     StageStatus,
 )
-from peer.signing import new_session_key, public_bytes, sign
+from peer.signing import is_successor, new_session_key, public_bytes, sign
 from peer.trainer_host import Host, HostLost
 
 CERT_S = 24 * 3600.0
@@ -94,6 +94,7 @@ class Assembly:
         self._spawn, self._on_lost, self._on_fault, self._on_status = spawn, on_lost, on_fault, on_status
         self._session_key = new_session_key()
         self._hosts: dict[str, Host] = {}
+        self._opening: dict[str, asyncio.Lock] = {}
         self._accepted: dict[int, tuple[StagePlacement, Accepted]] = {}
         self._offered: Counter[str] = Counter()  # peers with an offer under way
         self.addresses: Mapping[str, tuple[str, ...]] = {}
@@ -258,10 +259,19 @@ class Assembly:
         await asyncio.gather(*(host.leave(run, tuple(by_peer.get(peer, ())), reason) for peer, host in hosts))
 
     async def _host(self, peer: str) -> Host:
-        if peer in self._hosts:
-            return self._hosts[peer]
+        async with self._opening.setdefault(peer, asyncio.Lock()):  # a greeting and an offer want one stream
+            return self._hosts.get(peer) or await self._open(peer)
+
+    async def _open(self, peer: str) -> Host:
         await self._transport.connect(peer, self.addresses.get(peer, ()))
-        host = Host(self._transport, peer, on_status=self._on_status, on_fault=self._on_fault, channels=self._channels)
+        host = Host(
+            self._transport,
+            peer,
+            on_status=self._on_status,
+            on_fault=self._on_fault,
+            is_successor=lambda cert: is_successor(cert, self._session.spec, self._session.epoch),
+            channels=self._channels,
+        )
         try:
             await host.open(self._hello())
         except BaseException:

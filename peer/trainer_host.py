@@ -25,6 +25,7 @@ from peer.protocol import (
     Kept,
     Mark,
     Refused,
+    Signed,
     Snapshotted,
     StageFault,
     StageOffer,
@@ -66,12 +67,14 @@ class Host:
         *,
         on_status: Callable[[str, StageStatus], None],
         on_fault: Callable[[str, StageFault], None],
+        is_successor: Callable[[Signed], bool],
         channels: ChannelSettings,
     ) -> None:
         self.peer = peer
         self._beat_s, self._dead_s = channels.beat_s, channels.dead_s
         self.welcome: Welcome | None = None
         self._transport, self._on_status, self._on_fault = transport, on_status, on_fault
+        self._is_successor = is_successor
         self._stream: MessageStream[ToTrainer] | None = None
         self._offers: dict[int, asyncio.Future[Accepted]] = {}
         self._keeps: dict[tuple[int, int], asyncio.Future[Kept]] = {}
@@ -101,7 +104,7 @@ class Host:
     async def serve(self) -> None:
         """Read and beat until the link ends; then every waiter and the caller get the same HostLost.
 
-        RunPaused if another session of this run took over.
+        RunPaused if another session of this run took over, and its certificate is the proof.
         """
         beats = asyncio.create_task(self._beat())
         try:
@@ -192,7 +195,7 @@ class Host:
                     _settle(self._keeps.get((stage, tick)), message)
                 case StageFault():
                     self._on_fault(self.peer, message)
-                case Refused(code="lease"):
+                case Refused(code="lease", cert=Signed() as cert) if self._is_successor(cert):
                     raise RunPaused(f"paused: {message.reason}; this session was replaced and ends")
                 case Refused():
                     raise WireError(f"refuses ({message.code}): {message.reason}")

@@ -33,6 +33,7 @@ from peer.protocol import (
     Refused,
     RunSpec,
     SessionCert,
+    Signed,
     Snapshotted,
     StageFault,
     StageOffer,
@@ -57,12 +58,13 @@ class Session(Protocol):
 
     spec: RunSpec
     cert: SessionCert
+    signed_cert: Signed
 
     def post(self, message: msgspec.Struct) -> None:
         """Queue a message to the trainer."""
         ...
 
-    def end(self, code: str, reason: str) -> None: ...
+    def end(self, code: str, reason: str, cert: Signed) -> None: ...
 
 
 @dataclass(slots=True)
@@ -113,7 +115,8 @@ class Volunteer:
         check_run(self.policy, session.spec, minute_of_day())
         run = session.spec.run
         if self.leases.take(session.cert, time.monotonic()) and run in self.sessions:
-            self.sessions[run].end("lease", f"run {run} is led by trainer {session.cert.trainer_peer} now")
+            reason = f"run {run} is led by trainer {session.cert.trainer_peer} now"
+            self.sessions[run].end("lease", reason, session.signed_cert)
         self.sessions[run] = session
 
     def part(self, session: Session) -> None:

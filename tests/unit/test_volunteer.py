@@ -25,6 +25,7 @@ from peer.protocol import (
     Mark,
     Refused,
     SessionCert,
+    Signed,
     Snapshotted,
     StageOffer,
     Trim,
@@ -60,13 +61,14 @@ class PlayedTrainer:
         self.cert = SessionCert(
             run=self.spec.run, session_key=signing.public_bytes(self.key), trainer_peer="t", epoch=epoch, expires=9e9
         )
+        self.signed_cert = signing.sign(self.cert, self.owner)
         self.heard: list[msgspec.Struct] = []
 
     def post(self, message: msgspec.Struct) -> None:
         self.heard.append(message)
 
-    def end(self, code: str, reason: str) -> None:
-        self.heard.append(Refused(code=code, reason=reason))
+    def end(self, code: str, reason: str, cert: Signed) -> None:
+        self.heard.append(Refused(code=code, reason=reason, cert=cert))
 
     def offer(self, state: str, *, device: str = "cpu", incarnation: int = 0, holders: int = 1) -> StageOffer:
         assignment = Assignment(
@@ -173,7 +175,9 @@ def test_a_trainer_that_was_put_out_commands_nothing(scene: Scene) -> None:
     scene.host(old, "0" * 64)
     new = PlayedTrainer(run_of=old, epoch=2)
     scene.volunteer.admit(new)
-    assert isinstance(old.heard[-1], Refused)
+    put_out = old.heard[-1]
+    assert isinstance(put_out, Refused) and put_out.cert is not None
+    assert signing.is_successor(put_out.cert, old.spec, epoch=1)
     sent = len(scene.executors["cpu"].sent)
     scene.command(old, Drop(run=old.spec.run, stage=0))
     scene.command(old, Mark(run=old.spec.run, stage=0, tick=3))

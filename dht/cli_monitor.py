@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 EXIT_CODES = """\
@@ -120,20 +120,22 @@ def _every(options: argparse.Namespace) -> float:
 
 
 def _top(options: argparse.Namespace) -> int:
-    import asyncio
-
     from dht.home import resolve_swarm
     from dht.top import watch
 
+    return _until_stopped(watch(resolve_swarm(options.swarm), every_s=_every(options)))
+
+
+def _until_stopped(work: Coroutine[Any, Any, int]) -> int:
+    import asyncio
+
     try:
-        return asyncio.run(watch(resolve_swarm(options.swarm), every_s=_every(options)))
+        return asyncio.run(work)
     except asyncio.CancelledError:  # SIGTERM
         return 143
 
 
 def _web(options: argparse.Namespace) -> int:
-    import asyncio
-
     from dht.errors import InputError
     from dht.home import resolve_swarm
 
@@ -146,7 +148,7 @@ def _web(options: argparse.Namespace) -> int:
         raise InputError(f"--port {options.port} is not between 0 and 65535")
     if not (0 < options.history_days <= 3650 and 1 <= options.history_mb <= 1 << 20):
         raise InputError("--history-days must be between 0 and 3650, --history-mb between 1 and 1048576")
-    return asyncio.run(
+    return _until_stopped(
         serve_swarm(
             resolve_swarm(options.swarm), every_s=every_s, host=options.host, port=options.port,
             history=options.history, max_age_s=options.history_days * 86400.0, max_bytes=options.history_mb << 20,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
+import signal
 import sys
 from pathlib import Path
 
@@ -36,6 +38,9 @@ async def serve_swarm(
 ) -> int:
     """Until stopped. SwarmUnreachable, InputError."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    me = asyncio.current_task()
+    if me is not None:  # until the server listens to signals itself
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
     sock = listen(host, port)
     try:
         kept = History(history_path(history, swarm), max_age_s=max_age_s, max_bytes=max_bytes)

@@ -18,7 +18,7 @@ from fusion_p2p.errors import InputError
 from fusion_p2p.settings import OptimizerSpec, Schedule, WeightDecayGroup
 
 KINDS = ("adamw", "sgd")
-_SLOTS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+SLOTS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def Constant(warmup: int = 0) -> Schedule:
@@ -181,7 +181,7 @@ class Optimizer:
         """(slot, parameter name) -> the tensor itself, not a copy."""
         if self._torch is None:
             return {}
-        slots = _SLOTS[self._spec.kind]
+        slots = SLOTS[self._spec.kind]
         return {
             (slot, name): held[slot]
             for name, p in self._params.items()
@@ -195,7 +195,7 @@ class Optimizer:
         held: dict[str, dict[str, torch.Tensor]] = {}
         for (slot, name), tensor in state.items():
             p = self._params.get(name)
-            if p is None or slot not in _SLOTS[self._spec.kind]:
+            if p is None or slot not in SLOTS[self._spec.kind]:
                 raise InputError(
                     f"optimizer state {slot!r} of {name!r} fits no {self._spec.kind} parameter of this stage"
                 )

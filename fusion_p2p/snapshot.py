@@ -7,8 +7,10 @@ redistribution of named tensors. Bytes are the safetensors layout; the reader he
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 from collections.abc import Iterable, Mapping
+from typing import BinaryIO
 
 import msgspec
 import torch
@@ -101,14 +103,31 @@ def from_bytes(data: bytes, *, expected_hash: str | None = None) -> dict[str, to
     """Read `to_bytes`. InputError on a wrong hash, a truncated or overlapping layout, or an unknown key or type."""
     if expected_hash is not None and digest(data) != expected_hash:
         raise InputError(f"snapshot of {len(data)} bytes does not have the hash {expected_hash}; fetch it again")
-    if len(data) < 8 or (size := int.from_bytes(data[:8], "little")) > min(_MAX_HEADER, len(data) - 8):
-        raise InputError(f"snapshot of {len(data)} bytes is truncated; fetch it again")
+    start, table = layout(io.BytesIO(data), len(data))
+    body, at = memoryview(data)[start:], 0
+    out = {}
+    for key, (dtype, shape, stop) in table.items():
+        try:
+            out[key] = wire.dense_tensor(body[at:stop], shape, dtype)
+        except FrameError as error:
+            raise InputError(f"snapshot entry {key[:80]!r}: {error}") from None
+        at = stop
+    return out
+
+
+def layout(file: BinaryIO, total: int) -> tuple[int, dict[str, tuple[torch.dtype, tuple[int, ...], int]]]:
+    """(where tensors begin, key -> dtype, shape and end, in order) of a snapshot of `total` bytes; InputError as above.
+
+    The tensors are not read.
+    """
+    head = file.read(8)
+    if len(head) < 8 or (size := int.from_bytes(head, "little")) > min(_MAX_HEADER, total - 8):
+        raise InputError(f"snapshot of {total} bytes is truncated; fetch it again")
     try:
-        table = msgspec.json.decode(data[8 : 8 + size].rstrip(b" "), type=dict[str, _Entry])
-    except msgspec.MsgspecError as error:
+        table = msgspec.json.decode(file.read(size).rstrip(b" "), type=dict[str, _Entry])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InputError(f"snapshot's table is malformed: {error}") from None
-    body = memoryview(data)[8 + size :]
-    at = 0
+    length, at = total - 8 - size, 0
     out = {}
     for key, e in sorted(table.items(), key=lambda item: item[1].data_offsets):
         if not key.startswith((PARAM, BUFFER, OPTIM, CODEC)) or e.dtype not in _ST_DTYPES:
@@ -117,13 +136,10 @@ def from_bytes(data: bytes, *, expected_hash: str | None = None) -> dict[str, to
         dtype = _ST_DTYPES[e.dtype]
         if start != at or any(d < 0 for d in e.shape) or stop - start != math.prod(e.shape) * dtype.itemsize:
             raise InputError(f"snapshot entry {key[:80]!r} of shape {e.shape} does not fit bytes {start}..{stop}")
-        if stop > len(body):
-            raise InputError(f"snapshot is truncated: {key[:80]!r} ends at byte {stop} of {len(body)}")
-        try:
-            out[key] = wire.dense_tensor(body[start:stop], e.shape, dtype)
-        except FrameError as error:
-            raise InputError(f"snapshot entry {key[:80]!r}: {error}") from None
+        if stop > length:
+            raise InputError(f"snapshot is truncated: {key[:80]!r} ends at byte {stop} of {length}")
+        out[key] = dtype, e.shape, stop
         at = stop
-    if at != len(body):
-        raise InputError(f"snapshot has {len(body) - at} bytes too many")
-    return out
+    if at != length:
+        raise InputError(f"snapshot has {length - at} bytes too many")
+    return 8 + size, out

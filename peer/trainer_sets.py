@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
+from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics, StagePlacement
+from fusion_p2p.snapshot_check import SnapshotCheck
 from peer.blobs import fetch_blob
 from peer.errors import BlobError
 from peer.protocol import BlobRef, Mark, Snapshotted, Trim
 from peer.trainer_assembly import Spawn
 from peer.trainer_buddies import BuddyKeeper
 from peer.trainer_host import HostLost
-from peer.trainer_live import Live
+from peer.trainer_live import AFTER_LOSS_S, Live
 from peer.trainer_state import Manifest, StageFile
 
-MAX_SNAPSHOT_BYTES = 1 << 40
 MAX_HELD_BYTES = 1 << 30  # of released batches that no complete set covers yet
 TRIES = 5
 
@@ -48,7 +51,7 @@ class SetKeeper:
         """
         live = self._live
         async with self._saving:
-            for _ in range(TRIES):
+            for attempt in range(TRIES):
                 async with self._turn:
                     tick = live.now.book.next_tick
                     if live.now.newest.tick == tick:
@@ -58,7 +61,7 @@ class SetKeeper:
                     manifest = new_manifest(live, tick, plan.numerics, (), data_state)
                     marks = await self._mark(tick)
                 try:
-                    await asyncio.gather(*(self._fetch(s.state) for s in marks))
+                    await asyncio.gather(*(self._fetch(s, again=attempt > 0) for s in marks))
                 except BlobError as error:
                     live.say("waiting", f"the set at step {manifest.step} could not be fetched, trying again: {error}")
                     continue
@@ -91,7 +94,9 @@ class SetKeeper:
         live = self._live
 
         async def one(p: StagePlacement) -> Snapshotted:
-            return await live.assembly.host(p.peer).mark(Mark(run=live.run, stage=p.stage, tick=tick))
+            made = await live.assembly.host(p.peer).mark(Mark(run=live.run, stage=p.stage, tick=tick))
+            state = msgspec.structs.replace(made.state, holders=(p.peer,))  # nobody else is asked on its word
+            return msgspec.structs.replace(made, state=state)
 
         while True:
             await live.whole.wait()
@@ -105,16 +110,44 @@ class SetKeeper:
                 elif isinstance(error, BaseException):
                     raise error
 
-    async def _fetch(self, ref: BlobRef) -> None:
-        live = self._live
-        await fetch_blob(
-            live.transport,
-            live.folder.blobs,
-            live.run,
-            ref,
-            max_bytes=MAX_SNAPSHOT_BYTES,
-            addresses=live.swarm.addresses,
-        )
+    async def _fetch(self, made: Snapshotted, *, again: bool) -> None:
+        """BlobError unless the bytes are here and can be the stage's snapshot.
+
+        A host that lies is given up, and one that does not serve what it made, `again`.
+        """
+        live, ref, host = self._live, made.state, made.state.holders[0]
+        numerics, optimizer = live.now.plan.numerics, live.session.spec.optimizer
+        check = SnapshotCheck(live.now.programs[made.stage], live.dag, numerics, optimizer)
+        try:
+            most = check.most_bytes
+            if ref.size > most:
+                raise InputError(f"a snapshot of {ref.size} bytes, of this stage at most {most}")
+            path = await fetch_blob(
+                live.transport,
+                live.folder.blobs,
+                live.run,
+                ref,
+                max_bytes=most,
+                addresses=live.swarm.addresses,
+            )
+            await asyncio.to_thread(_check, check, path, ref)
+        except InputError as error:
+            live.exclude(host)
+            live.lose(host, f"stage {made.stage}: {error}")
+            raise BlobError(f"{host[-8:]}: {error}") from None
+        except BlobError as error:
+            if again:
+                live.exclude(host, AFTER_LOSS_S)
+                live.lose(host, f"stage {made.stage}: {error}")
+            raise
+
+
+def _check(check: SnapshotCheck, path: Path, ref: BlobRef) -> None:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != ref.size:
+            raise InputError(f"a snapshot of {size} bytes, {ref.size} were announced")
+        check.check(file, size)
 
 
 def new_manifest(live: Live, tick: int, numerics: Numerics, files: Sequence[StageFile], data_state: bytes) -> Manifest:

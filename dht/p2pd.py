@@ -47,6 +47,9 @@ class P2pdConfig:
     nat: bool = True  # port mapping, AutoNAT and relay; off for swarms on one machine
 
 
+_mine: set[Path] = set()  # folders of this process
+
+
 class SocketFolder:
     """A private folder for unix sockets, as short as their 107 characters ask for, locked while its owner lives."""
 
@@ -55,14 +58,13 @@ class SocketFolder:
 
     @classmethod
     def create(cls) -> SocketFolder:
-        base = Path(tempfile.gettempdir())
-        if len(str(base)) > 60:
-            base = Path("/tmp")
+        base = _base()
         _clear_leftovers(base)
         path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))  # mode 0700
         fd = os.open(path / "new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (path / "new").rename(path / _LOCK)  # nobody ever finds the lock free while we live
+        _mine.add(path)
         return cls(path, fd)
 
     @property
@@ -77,7 +79,25 @@ class SocketFolder:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        _mine.discard(self.path)
         os.close(self._lock_fd)
+
+
+def clear_leftovers() -> None:
+    """Remove the folders of owners that were killed."""
+    _clear_leftovers(_base())
+
+
+def end_all() -> None:
+    """For a process that ends now: its folders and those of killed peers go; its p2pd die with it."""
+    for path in list(_mine):
+        shutil.rmtree(path, ignore_errors=True)
+    clear_leftovers()
+
+
+def _base() -> Path:
+    base = Path(tempfile.gettempdir())
+    return base if len(str(base)) <= 60 else Path("/tmp")
 
 
 def _clear_leftovers(base: Path) -> None:

@@ -10,6 +10,7 @@ Everything asynchronous happens on a thread of the run's own; the methods here b
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import itertools
 import os
@@ -42,8 +43,10 @@ from peer.channel_io import ChannelSettings
 from peer.data import Batch, Source, tensor_batch
 from peer.data_stream import SpooledSource, as_source
 from peer.events import EvalResult, Happening, Sink, StepResult
+from peer.interrupts import SESSION_S, undisturbed
 from peer.lab.local_swarm import LocalSwarm
 from peer.report import Report
+from peer.run_control import SESSION_LOCK, TrainerLock
 from peer.signing import load_or_create_key, make_run_spec
 from peer.trainer import AHEAD, step_result
 from peer.trainer_host import RunPaused
@@ -53,8 +56,7 @@ from peer.trainer_ticks import TickResult
 
 __all__ = ["LocalSwarm", "Run", "RunPaused", "TrainSummary"]
 
-CLOSE_TIMEOUT_S = 9.0
-REPORT_WAIT_S = 4.0
+REPORT_WAIT_S, DONE_S = 4.0, 9.0
 DTYPES, DEVICE_CLASSES = ("float32", "bfloat16"), ("auto", "cpu", "cuda")
 
 
@@ -161,6 +163,7 @@ class Run:
         self._closing = contextlib.ExitStack()
         self._open_run: _Opened | None = None
         self._temporary: Path | None = None
+        self._created: RunFolder | None = None
         self._saved_step = 0
 
     @classmethod
@@ -204,29 +207,38 @@ class Run:
             self._open()
         except BaseException:
             self.close(failed=True)
+            if self._created is not None and not self._created.sets():
+                self._created.forget_start()
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.close(failed=kind is not None)
+        if error is not None and self._temporary is not None and self._temporary.exists():
+            error.add_note(
+                f"the run is kept in {self._temporary}; go on with Run.resume({str(self._temporary)!r}, ...)"
+            )
 
     def close(self, *, failed: bool = False) -> None:
-        """Free the volunteers and end every process of the run. A failed run keeps its folder."""
-        o, self._open_run = self._open_run, None
-        try:
-            if o is not None:
-                with contextlib.suppress(TimeoutError):
-                    o.loop.call(o.session.close("paused" if failed else "done"), CLOSE_TIMEOUT_S)
-        finally:
-            self._closing.close()
-        if self._temporary is not None and not failed:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+        """Free the volunteers and end every process of the run; of a failed one within 8 s. It keeps its folder if that
+        holds a complete set."""
+        with undisturbed():
+            o, self._open_run = self._open_run, None
+            try:
+                if o is not None:
+                    with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
+                        o.loop.call(o.session.close("paused" if failed else "done"), SESSION_S if failed else DONE_S)
+            finally:
+                self._closing.close()
+                if self._temporary is not None and not (failed and RunFolder(self._temporary).sets()):
+                    shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _open(self) -> None:
         if self._run_dir is None:
             self._temporary = Path(tempfile.mkdtemp(prefix=f"fusion-{self._name}-"))
         root = self._run_dir or self._temporary or Path()
         root.mkdir(parents=True, exist_ok=True)
+        self._closing.enter_context(TrainerLock(root, SESSION_LOCK))
         folder, source = RunFolder(root), as_source(self._data, root / "spool")
         owner = load_or_create_key(home() / "owner.key")
         if isinstance(self._swarm, LocalSwarm) and not self._swarm.volunteers:  # else it is the caller's to end
@@ -291,6 +303,7 @@ class Run:
             description=self._description,
         )
         folder.create(signed, captured.opdag.to_bytes())
+        self._created = folder
         state = {name: t.detach().clone() for name, t in captured.state.items()}
         return captured.opdag, captured.constants, lambda program: to_bytes(initial_state(state, program))
 

@@ -6,10 +6,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import uvloop
+
+from peer.interrupts import LOOP_S
 
 T = TypeVar("T")
 
@@ -33,13 +36,14 @@ class LoopThread:
             future.cancel()
             raise
 
-    def stop(self) -> None:
-        """Cancel what still runs and join the thread."""
+    def stop(self, timeout_s: float = LOOP_S) -> None:
+        """Cancel what still runs and join the thread, within about `timeout_s`."""
         if self._thread.is_alive():
+            until = time.monotonic() + timeout_s
             with contextlib.suppress(concurrent.futures.TimeoutError):
-                self.call(_cancel_all(), 5.0)
+                self.call(_cancel_all(timeout_s * 0.8), timeout_s)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(5.0)
+            self._thread.join(max(0.2, until - time.monotonic()))
         if not self._loop.is_running():
             self._loop.close()
 
@@ -48,9 +52,9 @@ class LoopThread:
         self._loop.run_forever()
 
 
-async def _cancel_all() -> None:
+async def _cancel_all(timeout_s: float) -> None:
     tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
     for task in tasks:
         task.cancel()
     if tasks:
-        await asyncio.wait(tasks, timeout=4.0)
+        await asyncio.wait(tasks, timeout=timeout_s)

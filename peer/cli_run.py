@@ -355,6 +355,9 @@ def _end(code: int) -> NoReturn:
 
 def main() -> NoReturn:
     """Errors that users can mend are one line on stderr; anything else keeps its traceback."""
+    from peer.interrupts import end_in_time
+
+    end_in_time("fusion-run")
     from dht.errors import DhtError
     from fusion_p2p.errors import FusionError
 

@@ -23,11 +23,12 @@ from typing import Self
 
 import msgspec
 
+from dht.p2pd import clear_leftovers
 from fusion_p2p.errors import InputError
 from peer.errors import PeerError
+from peer.interrupts import KILL_AFTER_S, undisturbed
 
 READY_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 8.0
 MAX_READY_BYTES = 4096
 # Started so, the volunteer gets SIGTERM when this process dies; prctl's option 1 is PR_SET_PDEATHSIG.
 _BOUND = (
@@ -35,6 +36,32 @@ _BOUND = (
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); "
     "os.execv(sys.executable, [sys.executable, '-m', 'peer.cli_peer', *sys.argv[2:]])"
 )
+
+
+_running: set[subprocess.Popen[bytes]] = set()
+_temporary: set[Path] = set()
+
+
+def end_all() -> None:
+    """For a process that ends now: every volunteer started here is killed, temporary folders are removed."""
+    for process in list(_running):
+        process.kill()
+    for process in list(_running):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.5)
+    for path in list(_temporary):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _temporary_folder(prefix: str) -> Path:
+    path = Path(tempfile.mkdtemp(prefix=prefix))
+    _temporary.add(path)
+    return path
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    _temporary.discard(path)
 
 
 class VolunteerFailed(PeerError):
@@ -81,6 +108,7 @@ class Volunteer:
                     start_new_session=True,
                     env=os.environ | {"FUSION_HOME": str(home)},
                 )
+            _running.add(process)
         finally:
             os.close(write_end)
         return cls(process, home, log), read_end
@@ -107,13 +135,16 @@ class Volunteer:
         """SIGKILL, as a power cut would; what it leaves behind is its parent-death signal's business."""
         self._process.kill()
         self._process.wait()
+        _running.discard(self._process)
 
     def join(self, until: float) -> None:
-        """Wait until `until`, then kill."""
+        """Wait until `until`, then kill and sweep."""
         try:
             self._process.wait(max(0.1, until - time.monotonic()))
+            _running.discard(self._process)
         except subprocess.TimeoutExpired:
             self.kill()
+            clear_leftovers()
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError):
@@ -127,7 +158,7 @@ class OwnDevice:
     """The trainer's machine as a volunteer for its own runs."""
 
     def __init__(self, addresses: tuple[str, ...], owner: str) -> None:
-        self._home = Path(tempfile.mkdtemp(prefix="fusion-own-"))
+        self._home = _temporary_folder("fusion-own-")
         self._volunteer, descriptor = Volunteer.launch(self._home, [*addresses, "--runs", owner])
         try:
             self.ready = self._volunteer.wait_ready(descriptor, time.monotonic() + READY_TIMEOUT_S)
@@ -145,8 +176,8 @@ class OwnDevice:
 
     def _end(self) -> None:
         self._volunteer.terminate()
-        self._volunteer.join(time.monotonic() + STOP_TIMEOUT_S)
-        shutil.rmtree(self._home, ignore_errors=True)
+        self._volunteer.join(time.monotonic() + KILL_AFTER_S)
+        _remove(self._home)
 
 
 class LocalSwarm:
@@ -188,7 +219,7 @@ class LocalSwarm:
         return [v for v in self.volunteers if v.is_alive]
 
     def __enter__(self) -> Self:
-        self._root = self._home or Path(tempfile.mkdtemp(prefix="fusion-local-"))
+        self._root = self._home or _temporary_folder("fusion-local-")
         until = time.monotonic() + READY_TIMEOUT_S
         try:
             first = self._launch(())
@@ -221,16 +252,17 @@ class LocalSwarm:
         return next(v for v in self.volunteers if v.ready.peer == peer)
 
     def stop(self) -> None:
-        """End every volunteer: terminate, wait, kill. Idempotent."""
-        until = time.monotonic() + STOP_TIMEOUT_S
-        for volunteer in self.volunteers:
-            volunteer.terminate()
-        for volunteer in self.volunteers:
-            volunteer.join(until)
-        self.volunteers.clear()
-        if self._home is None and self._root is not None:
-            shutil.rmtree(self._root, ignore_errors=True)
-            self._root = None
+        """End every volunteer: SIGTERM to all, SIGKILL after KILL_AFTER_S. Idempotent; a second Ctrl-C waits for it."""
+        with undisturbed():
+            until = time.monotonic() + KILL_AFTER_S
+            for volunteer in self.volunteers:
+                volunteer.terminate()
+            for volunteer in self.volunteers:
+                volunteer.join(until)
+            self.volunteers.clear()
+            if self._home is None and self._root is not None:
+                _remove(self._root)
+                self._root = None
 
     def _launch(self, addresses: Sequence[str]) -> tuple[Volunteer, int]:
         root = self._root

@@ -1,0 +1,40 @@
+"""Whoever wants a program of ours to end sees it end, whatever hangs in it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STUCK = """
+import pathlib, signal, sys, time
+from peer import interrupts
+import peer.lab.local_swarm as swarm
+interrupts.END_S = float(sys.argv[1])
+interrupts.end_in_time("test")
+folder = swarm._temporary_folder("fusion-local-")
+child = swarm.subprocess.Popen(["sleep", "60"], start_new_session=True)
+swarm._running.add(child)
+with interrupts.undisturbed():
+    print(folder, child.pid, flush=True)
+    while True:
+        time.sleep(1)
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("budget", "signals"), [("0.3", [signal.SIGINT]), ("50", [signal.SIGINT, signal.SIGTERM])])
+def test_a_hanging_process_ends_after_its_budget_or_at_the_second_signal(budget: str, signals: list[int]) -> None:
+    process = subprocess.Popen([sys.executable, "-c", STUCK, budget], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    folder, pid = process.stdout.readline().decode().split()
+    for number in signals:
+        process.send_signal(number)
+    assert process.wait(20) == 130
+    assert not Path(folder).exists()
+    assert not Path(f"/proc/{pid}").exists()
+    assert process.stderr is not None
+    assert process.stderr.read().decode().splitlines() == ["test: ended by Ctrl-C, at once"]

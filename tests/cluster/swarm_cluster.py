@@ -20,7 +20,7 @@ class Member:
         self.process, self.peer, self.ready = process, str(hello["peer"]), float(hello["ready"])
         self.addresses: list[str] = hello["addresses"]
 
-    async def ask(self, line: str, timeout_s: float = 60.0) -> dict[str, Any]:
+    async def ask(self, line: str, timeout_s: float = 120.0) -> dict[str, Any]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{line}\n".encode())

@@ -19,7 +19,7 @@ import msgspec
 
 from fusion_p2p.errors import InputError
 
-SOCKET, LOCK = "control.sock", "trainer.lock"
+SOCKET, LOCK, SESSION_LOCK = "control.sock", "trainer.lock", "session.lock"
 _MAX_LINE = 4096
 _TIMEOUT_S = 5.0
 
@@ -34,19 +34,24 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class TrainerLock:
-    """Held while a trainer works on the folder; the system lets go of it when the process ends, however it ends."""
+    """Held while a trainer works on the folder; the system lets go of it when the process ends, however it ends.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    `name`: the command's lock, or the one of a `Run`, which a command holds inside its own.
+    """
+
+    def __init__(self, folder: Path, name: str = LOCK) -> None:
+        self._folder, self._name = folder, name
         self._descriptor = -1
 
     def __enter__(self) -> TrainerLock:
-        self._descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._descriptor = os.open(self._folder / self._name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             os.close(self._descriptor)
-            raise InputError(f"{self._folder} is in training already; end that: fusion-run stop {self._folder}") from e
+            raise InputError(
+                f"{self._folder} is in use by another trainer; end that: fusion-run stop {self._folder}"
+            ) from e
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from pathlib import Path
 from typing import TypeVar
 
@@ -99,6 +100,13 @@ class RunFolder:
         (self.root / "state").mkdir(parents=True, exist_ok=True)
         write_atomic(self.root / "opdag.json", opdag)
         write_atomic(self.root / "spec.json", msgspec.json.encode(spec))
+
+    def forget_start(self) -> None:
+        """Remove what a run that never had a complete set left here, so that it may be started again."""
+        for name in ("spec.json", "opdag.json", "numeric_log.jsonl"):
+            (self.root / name).unlink(missing_ok=True)
+        for name in ("state", "spool"):
+            shutil.rmtree(self.root / name, ignore_errors=True)
 
     def spec(self) -> tuple[Signed, RunSpec]:
         """The signed spec and its body; the caller checks the signature."""

@@ -15,7 +15,7 @@ from fusion_p2p.capture import Captured, capture
 from fusion_p2p.optim import AdamW
 from fusion_p2p.pipeline import LocalPipeline
 from fusion_p2p.plan import LinkCodec, Numerics
-from fusion_p2p.snapshot import from_bytes, initial_state, to_bytes, weights, weights_blake2b
+from fusion_p2p.snapshot import digest, from_bytes, initial_state, to_bytes, weights, weights_blake2b
 from fusion_p2p.workload import atoms
 from peer.blobs import serve_blobs
 from peer.channel_io import ChannelSettings
@@ -195,6 +195,32 @@ def test_a_refusal_makes_another_plan(captured: Captured, tmp_path: Path) -> Non
             assert {p.peer for p in trainer.plan.placement} == {"willing0", "willing1"}
             assert unwilling.offered and "refused" in lab.kinds()
             await lab.train(trainer, 0, 2)
+
+    asyncio.run(main())
+
+
+@MINUTE
+@pytest.mark.parametrize("lie", ["foreign", "huge"])
+def test_a_host_that_lies_about_its_snapshot_is_replaced(captured: Captured, tmp_path: Path, lie: str) -> None:
+    """The set is made without it, nothing of its bytes is kept, and the weights are those of an honest run."""
+
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        for k in range(3):
+            await lab.add(f"volunteer{k}")
+        async with lab.trainer(2) as trainer:
+            await lab.train(trainer, 0, 3)
+            liar = lab.host(trainer, 1)
+            honest = liar.store.put
+            raw = to_bytes({"param/mine": torch.ones(3)})
+
+            def put(data: bytes) -> tuple[str, int]:
+                blob, size = honest(raw)
+                return blob, size if lie == "foreign" else 1 << 50
+
+            liar.store.put = put  # type: ignore[method-assign, assignment]
+            assert await lab.hash(trainer, 3) == expected(captured, trainer.plan.numerics.cuts, 3)[1]
+            assert lab.host(trainer, 1) is not liar and not lab.folder.blobs.has(digest(raw))
 
     asyncio.run(main())
 

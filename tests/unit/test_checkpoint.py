@@ -236,7 +236,7 @@ def test_a_trainer_is_spoken_to_through_its_folder(tmp_path: Path) -> None:
     with TrainerLock(deep):
         with pytest.raises(InputError, match="does not answer"):
             ask(deep, "stop")
-        with pytest.raises(InputError, match="in training already"), TrainerLock(deep):
+        with pytest.raises(InputError, match="in use by another trainer"), TrainerLock(deep):
             pass
         with ControlServer(deep, lambda: "step 3", heard.append):
             assert is_running(deep)

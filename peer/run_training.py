@@ -71,7 +71,8 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with TrainerLock(folder):
-            _forget_failed_start(folder)
+            RunFolder(folder).forget_start()
+            (folder / TOKENIZER_FILE).unlink(missing_ok=True)
             write_atomic(folder / CONFIG, dump(_anchored(config)).encode("utf-8"))
             session = _Session(config, folder, swarm, report)
             if faults is not None and isinstance(swarm, LocalSwarm):
@@ -94,14 +95,6 @@ def resume(config: Config, folder: Path, *, report: Path | None) -> int:
         kept = msgspec.structs.replace(kept, run=msgspec.structs.replace(kept.run, steps=config.run.steps))
         write_atomic(folder / CONFIG, dump(kept).encode("utf-8"))
         return _Session(config, folder, choose_swarm(config), report).run(None, resuming=True)
-
-
-def _forget_failed_start(folder: Path) -> None:
-    """Remove what a run that never had a complete set left in its folder."""
-    for name in ("spec.json", "opdag.json", "numeric_log.jsonl", TOKENIZER_FILE):
-        (folder / name).unlink(missing_ok=True)
-    for name in ("state", "spool"):
-        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def choose_swarm(config: Config) -> SwarmChoice:

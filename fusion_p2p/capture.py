@@ -81,7 +81,10 @@ def _check_input(i: Input, spec: ValueSpec, tensor: torch.Tensor) -> None:
         isinstance(want, int) and want != have for want, have in zip(spec.shape, tensor.shape, strict=False)
     ):
         want = ", ".join(str(d) if isinstance(d, int) else "samples" for d in spec.shape)
-        raise InputError(f"batch tensor {i.name!r} has shape {tuple(tensor.shape)}, captured as ({want})")
+        raise InputError(
+            f"batch tensor {i.name!r} has shape {tuple(tensor.shape)}, captured as ({want}); pad or cut each batch to "
+            "the example's lengths"
+        )
     if i.vmin is None or i.vmax is None or tensor.numel() == 0:
         return
     low, high = int(tensor.min()), int(tensor.max())

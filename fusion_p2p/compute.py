@@ -55,10 +55,10 @@ class Compute:
         self._dag, self._bfloat16, self._device, self._recompute = dag, dtype == "bfloat16", device, recompute
         self._grad_in = {e.value for e in program.edges_in if e.grad}
         self.uses: dict[int, list[int]] = {}  # weight with a gradient -> ids of its uses, in the graph's order
-        nodes = [self._own_leaves(dag.nodes[n], flow.grad, set(flow.weights)) for n in program.nodes]
+        self._nodes = [self._own_leaves(dag.nodes[n], flow.grad, set(flow.weights)) for n in program.nodes]
         self._out = list(dict.fromkeys(e.value for e in program.edges_out)) + [dag.loss] * program.has_loss
         self._updates = {b.value: b.update for b in dag.buffers if b.name in program.buffers and b.update is not None}
-        self._run = Program(nodes, [*self._out, *self._updates.values()])
+        self._run = Program(self._nodes, [*self._out, *self._updates.values()])
         self._consts = {
             c.value: wire.dense_tensor(c.data, dag.values[c.value].at(1), dtype_of(dag.values[c.value].dtype)).to(
                 device

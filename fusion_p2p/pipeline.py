@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fusion_p2p.capture import Captured
+from fusion_p2p.compute import Compute
 from fusion_p2p.errors import FusionError, InputError
 from fusion_p2p.frame import TRAINER, Frame, Kind, StepHeader
 from fusion_p2p.plan import LinkCodec, Numerics
@@ -26,6 +27,7 @@ class LocalPipeline:
 
     A batch has the structure of the captured example, with at most `micro_batches` x `micro_batch_size` samples.
     The model's own tensors are copied, not changed. `on_frame` sees every frame between stages.
+    `compute`: stage -> what runs its operators, where that is not PyTorch.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class LocalPipeline:
         recompute: bool = False,
         device: str = "cpu",
         on_frame: Callable[[Frame], None] | None = None,
+        compute: Mapping[int, type[Compute]] | None = None,
     ) -> None:
         self._captured, self._dag, self._on_frame = captured, captured.opdag, on_frame
         self.numerics = Numerics(
@@ -64,6 +67,7 @@ class LocalPipeline:
                 initial_state(captured.state, p),
                 window=p.stages - p.stage,
                 device=device,
+                compute=(compute or {}).get(p.stage, Compute),
             )
             for p in self.programs
         ]

@@ -63,6 +63,7 @@ class Stage:
     """One stage of a run from tick `first_tick` on, its weights and optimizer state copied from `state`.
 
     `window`: micro-batches between their forward and their backward at most. `clock`: seconds, for the report only.
+    `compute`: what runs the operators (PyTorch's, or `jax_stage.JaxCompute`).
     A FrameError from `offer` or `advance` ends the stage: rebuild it from a snapshot.
     """
 
@@ -79,6 +80,7 @@ class Stage:
         window: int = 1,
         device: str = "cpu",
         clock: Callable[[], float] = lambda: 0.0,
+        compute: type[Compute] = Compute,
     ) -> None:
         if window < 1:
             raise InputError(f"window = {window} of stage {program.stage} must be at least 1")
@@ -87,7 +89,7 @@ class Stage:
         self._device = torch.device(device)
         self._clip_norm = optimizer.clip_norm
         self._stage = program.stage
-        self._compute = Compute(dag, program, dtype=numerics.dtype, device=self._device, recompute=numerics.recompute)
+        self._compute = compute(dag, program, dtype=numerics.dtype, device=self._device, recompute=numerics.recompute)
         self._value_of = {p.name: p.value for p in dag.params}
         self._buffer_of = {b.name: b.value for b in dag.buffers}
         self._payloads = Payloads(program, dag, numerics, seed, self._device)

@@ -13,7 +13,7 @@ from fusion_p2p.ir import Node, OpDag
 from fusion_p2p.opset import OPS
 
 # Cost classes of `ops_table` that contract an axis; with embeddings, one atom is built around each.
-_HEAVY = frozenset(("matmul", "addmm", "linear", "conv", "conv_t", "conv_any", "sdpa"))
+_HEAVY = frozenset(("matmul", "addmm", "linear", "conv", "conv_t", "conv_any", "sdpa", "rnn"))
 FEW_ATOMS = 16
 # Operators whose backward needs none of their inputs (views beside them).
 _KEEP_NOTHING = frozenset(

@@ -99,10 +99,14 @@ def test_feed_refuses_what_the_graph_was_not_captured_for(captured: tuple[nn.Mod
         ({"tokens": good["tokens"]}, "labels"),
         (good | {"tokens": good["tokens"].float()}, "float32"),
         (good | {"labels": torch.tensor([3, 11])}, "11"),
-        (good | {"tokens": good["tokens"][:, :4]}, "shape"),
+        (
+            good | {"tokens": good["tokens"][:, :4]},
+            r"'tokens' has shape \(2, 4\), captured as \(samples, 5\); pad or cut",
+        ),
     ):
-        with pytest.raises(InputError, match=words):
+        with pytest.raises(InputError, match=words) as refused:
             c.feed(bad)
+        assert "\n" not in str(refused.value)
 
 
 def test_constants_of_the_batch_are_checked() -> None:

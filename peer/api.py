@@ -46,6 +46,7 @@ from peer.events import EvalResult, Happening, Sink, StepResult
 from peer.interrupts import SESSION_S, undisturbed
 from peer.lab.local_swarm import LocalSwarm
 from peer.report import Report
+from peer.run_checks import check_run
 from peer.run_control import SESSION_LOCK, TrainerLock
 from peer.signing import load_or_create_key, make_run_spec
 from peer.trainer import AHEAD, step_result
@@ -57,7 +58,6 @@ from peer.trainer_ticks import TickResult
 __all__ = ["LocalSwarm", "Run", "RunPaused", "TrainSummary"]
 
 REPORT_WAIT_S, DONE_S = 4.0, 9.0
-DTYPES, DEVICE_CLASSES = ("float32", "bfloat16"), ("auto", "cpu", "cuda")
 
 
 class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,14 +132,24 @@ class Run:
         total_steps: int = 0,
         on: Sequence[Sink] = (),
     ) -> None:
-        if numerics != "pinned":
-            raise InputError(f"numerics = {numerics!r}; this version keeps the first plan's: pass numerics='pinned'")
-        for what, value in (("micro_batches", micro_batches), ("micro_batch_size", micro_batch_size)):
-            if value < 1:
-                raise InputError(f"{what} = {value} must be at least 1")
-        for what, given, known in (("dtype", dtype, DTYPES), ("device_class", device_class, DEVICE_CLASSES)):
-            if given not in known:
-                raise InputError(f"{what} = {given!r} is unknown; use {', '.join(known)}")
+        check_run(
+            model=model,
+            name=name,
+            description=description,
+            optimizer=optimizer,
+            allow_peers=allow_peers,
+            recover_s=recover_s,
+            micro_batches=micro_batches,
+            micro_batch_size=micro_batch_size,
+            seed=seed,
+            threads=threads,
+            stages=1 if stages is None else stages,
+            save_every=save_every,
+            total_steps=total_steps,
+            dtype=dtype,
+            device_class=device_class,
+            numerics=numerics,
+        )
         ladder_of(compression)  # says so now if it is no codec
         self._compression = compression
         self._model, self._data, self._loss = model, data, loss

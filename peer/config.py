@@ -19,7 +19,11 @@ from msgspec import Meta
 from fusion_p2p.errors import InputError
 from fusion_p2p.settings import OptimizerSpec, Schedule, WeightDecayGroup
 
-Count: TypeAlias = Annotated[int, Meta(ge=1)]
+MAX_STEPS, MAX_BATCH, MAX_WIDTH = 10**9, 1 << 20, 1 << 20
+NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}\Z"
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_WIDTH)]
+Decay: TypeAlias = Annotated[float, Meta(ge=0, lt=1)]
+PeerId: TypeAlias = Annotated[str, Meta(pattern=r"^12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\Z")]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,15 +33,13 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class RunSection(Section, frozen=True):
     """What is trained, and for how long."""
 
-    name: Annotated[
-        str, Meta(description="shown on the run board; letters, digits, . _ -", pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    ] = "run"
+    name: Annotated[str, Meta(description="shown on the run board; letters, digits, . _ -", pattern=NAME)] = "run"
     description: Annotated[str, Meta(description="one line that volunteers see before they accept", max_length=200)] = (
         ""
     )
     seed: Annotated[int, Meta(description="of the weights, the shuffling and the dropout", ge=0, lt=2**31)] = 0
-    steps: Annotated[int, Meta(description="optimizer steps in all", ge=1)] = 1000
-    minutes: Annotated[float, Meta(description="stop training after so many minutes; 0: no limit", ge=0)] = 0.0
+    steps: Annotated[int, Meta(description="optimizer steps in all", ge=1, le=MAX_STEPS)] = 1000
+    minutes: Annotated[float, Meta(description="stop training after so many minutes; 0: no limit", ge=0, le=1e7)] = 0.0
     dir: Annotated[str, Meta(description='run folder; "": runs/NAME under the current folder')] = ""
 
 
@@ -59,7 +61,7 @@ class ResnetSection(Section, frozen=True):
     widths: Annotated[
         tuple[Count, ...], Meta(description="channels per resolution, one per entry of depths", min_length=1)
     ] = (32, 64)
-    stem: Annotated[int, Meta(description="channels after the first convolution", ge=1)] = 16
+    stem: Annotated[int, Meta(description="channels after the first convolution", ge=1, le=MAX_WIDTH)] = 16
     layer: Annotated[Literal["basic", "bottleneck"], Meta(description="kind of residual block")] = "basic"
 
 
@@ -96,8 +98,10 @@ class DataSection(Section, frozen=True):
 class BatchSection(Section, frozen=True):
     """The global batch is micro_batches x micro_batch_size samples."""
 
-    micro_batches: Annotated[int, Meta(description="micro-batches in flight through the stages per step", ge=1)] = 8
-    micro_batch_size: Annotated[int, Meta(description="samples per micro-batch", ge=1)] = 8
+    micro_batches: Annotated[
+        int, Meta(description="micro-batches in flight through the stages per step", ge=1, le=MAX_BATCH)
+    ] = 8
+    micro_batch_size: Annotated[int, Meta(description="samples per micro-batch", ge=1, le=MAX_BATCH)] = 8
 
 
 class OptimizerSection(Section, frozen=True):
@@ -105,7 +109,7 @@ class OptimizerSection(Section, frozen=True):
 
     kind: Annotated[Literal["adamw", "sgd"], Meta(description="adamw or sgd")] = "adamw"
     lr: Annotated[float, Meta(description="peak learning rate", gt=0)] = 3e-4
-    betas: Annotated[tuple[float, float], Meta(description="adamw: decay of the two moments")] = (0.9, 0.95)
+    betas: Annotated[tuple[Decay, Decay], Meta(description="adamw: decay of the two moments")] = (0.9, 0.95)
     eps: Annotated[float, Meta(description="adamw: added to the denominator", gt=0)] = 1e-8
     weight_decay: Annotated[float, Meta(description="decoupled in adamw", ge=0)] = 0.1
     no_decay: Annotated[
@@ -115,8 +119,8 @@ class OptimizerSection(Section, frozen=True):
     dampening: Annotated[float, Meta(description="sgd", ge=0, lt=1)] = 0.0
     nesterov: Annotated[bool, Meta(description="sgd")] = False
     schedule: Annotated[Literal["constant", "linear", "cosine"], Meta(description="decay after the warm-up")] = "cosine"
-    warmup: Annotated[int, Meta(description="steps of linear rise", ge=0)] = 100
-    decay_steps: Annotated[int, Meta(description="step at which the decay ends; 0: run.steps", ge=0)] = 0
+    warmup: Annotated[int, Meta(description="steps of linear rise", ge=0, le=MAX_STEPS)] = 100
+    decay_steps: Annotated[int, Meta(description="step at which the decay ends; 0: run.steps", ge=0, le=MAX_STEPS)] = 0
     floor: Annotated[float, Meta(description="factor of lr at the end of the decay", ge=0, le=1)] = 0.1
     clip_norm: Annotated[float, Meta(description="global gradient-norm clipping; 0: none", ge=0)] = 1.0
 
@@ -124,7 +128,9 @@ class OptimizerSection(Section, frozen=True):
 class NumericsSection(Section, frozen=True):
     """What changes bits: fixed when the run is created, recorded in its numeric log."""
 
-    stages: Annotated[int, Meta(description="stages to cut the model into; 0: as the planner finds best", ge=0)] = 0
+    stages: Annotated[
+        int, Meta(description="stages to cut the model into; 0: as the planner finds best", ge=0, le=1024)
+    ] = 0
     compression: Annotated[
         str,
         Meta(
@@ -153,7 +159,7 @@ class SwarmSection(Section, frozen=True):
     address: Annotated[str, Meta(description='a peer of it; "": $FUSION_SWARM, then the last swarm joined')] = ""
     local: Annotated[int, Meta(description="start so many volunteers here instead; 0: none", ge=0, le=64)] = 0
     compute: Annotated[bool, Meta(description="this machine's own device hosts stages too")] = True
-    allow_peers: Annotated[tuple[str, ...], Meta(description="only these peer ids may see the run; empty: any")] = ()
+    allow_peers: Annotated[tuple[PeerId, ...], Meta(description="only these peer ids may see the run; empty: any")] = ()
 
 
 class LogSection(Section, frozen=True):
@@ -162,15 +168,19 @@ class LogSection(Section, frozen=True):
     csv: Annotated[bool, Meta(description="RUN/log.csv")] = True
     tensorboard: Annotated[bool, Meta(description="RUN/tensorboard; needs fusion-p2p[tensorboard]")] = False
     wandb: Annotated[str, Meta(description='Weights & Biases project; needs fusion-p2p[wandb]; "": off')] = ""
-    eval_every: Annotated[int, Meta(description="steps between evaluations on held-out data; 0: at the end", ge=0)] = 0
-    eval_samples: Annotated[int, Meta(description="held-out samples per evaluation; 0: all", ge=0)] = 512
+    eval_every: Annotated[
+        int, Meta(description="steps between evaluations on held-out data; 0: at the end", ge=0, le=MAX_STEPS)
+    ] = 0
+    eval_samples: Annotated[int, Meta(description="held-out samples per evaluation; 0: all", ge=0, le=MAX_STEPS)] = 512
 
 
 class CheckpointSection(Section, frozen=True):
     """Safetensors and a small JSON in RUN/checkpoints, written atomically. One is written at the end in any case."""
 
-    save_every: Annotated[int, Meta(description="steps between checkpoints; 0: only at the end", ge=0)] = 500
-    keep: Annotated[int, Meta(description="newest checkpoints kept", ge=1)] = 2
+    save_every: Annotated[
+        int, Meta(description="steps between checkpoints; 0: only at the end", ge=0, le=MAX_STEPS)
+    ] = 500
+    keep: Annotated[int, Meta(description="newest checkpoints kept", ge=1, le=MAX_STEPS)] = 2
 
 
 class Config(Section, frozen=True):
@@ -232,7 +242,7 @@ def parse(text: str, source: str = "configuration") -> Config:
 def check(raw: Mapping[str, Any], source: str) -> Config:
     """A configuration from plain data."""
     _refuse_unknown(raw, Config, (), source)
-    _refuse_infinite(raw, (), source)
+    _refuse_unreadable(raw, (), source)
     try:
         config = msgspec.convert(raw, Config)
     except msgspec.ValidationError as e:
@@ -261,15 +271,24 @@ def _refuse_unknown(raw: Mapping[str, Any], section: type[Section], path: tuple[
             _refuse_unknown(value, kind, here, source)
 
 
-def _refuse_infinite(value: Any, path: tuple[str, ...], source: str) -> None:
+def _refuse_unreadable(value: Any, path: tuple[str, ...], source: str) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            _refuse_infinite(inner, (*path, key), source)
+            _refuse_unreadable(inner, (*path, key), source)
     elif isinstance(value, list | tuple):
         for inner in value:
-            _refuse_infinite(inner, path, source)
+            _refuse_unreadable(inner, path, source)
     elif isinstance(value, float) and not math.isfinite(value):
         raise InputError(f"{source}: {'.'.join(path)} = {value}: give a finite number")
+    elif isinstance(value, str) and "\0" in value:
+        raise InputError(f"{source}: {'.'.join(path)} = {value[:80]!r}: no text holds a NUL character")
+    elif isinstance(value, int) and abs(value) >= 2**63:  # msgspec would take it for a float, or not at all
+        raise InputError(f"{source}: {'.'.join(path)} = {_digits(value)}: give a number within its range")
+
+
+def _digits(value: int) -> str:
+    """Python prints no integer of more than 4300 digits."""
+    return str(value) if abs(value) < 10**40 else f"a number of {value.bit_length()} bits"
 
 
 def _nearest(key: str, path: tuple[str, ...], hints: Mapping[str, Any]) -> str:

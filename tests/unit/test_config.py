@@ -35,6 +35,13 @@ def refusal(text: str) -> str:
         ("[batch]\nmicro_batches = 0", "batch.micro_batches = 0: expected `int` >= 1"),
         ("[run]\nseed = 1.5", "run.seed = 1.5: expected `int`"),
         ('[run]\nname = "a b"', "run.name = 'a b'"),
+        ("[run]\nsteps = 1" + 23 * "0", "run.steps = 1" + 23 * "0" + ": give a number within its range"),
+        ("[run]\nsteps = 1" + 12 * "0", "run.steps = 1" + 12 * "0" + ": expected `int` <= 1000000000"),
+        ("[batch]\nmicro_batch_size = 9999999999", "batch.micro_batch_size = 9999999999: expected `int` <= 1048576"),
+        ("[optimizer]\nbetas = [0.9, 1.0]", "optimizer.betas[1] = 1.0: expected `float` < 1.0"),
+        ('[run]\nname = ".."', "run.name = '..'"),
+        ('[run]\ndir = "a\\u0000b"', "run.dir = 'a\\x00b': no text holds a NUL character"),
+        ('[swarm]\nallow_peers = ["me"]', "swarm.allow_peers[0] = 'me': expected `str` matching"),
         ("[optimizer]\nlr = nan", "optimizer.lr = nan: give a finite number"),
         ("[optimizer]\nclip_norm = inf", "optimizer.clip_norm = inf: give a finite number"),
         ('[numerics]\ndtype = "int4"', "numerics.dtype = 'int4': invalid enum value 'int4'"),
@@ -98,7 +105,11 @@ def test_any_table_is_a_configuration_or_one_line(raw: dict[str, object]) -> Non
         assert str(e).startswith("x: ")
 
 
-@given(st.text(max_size=20), st.floats(min_value=1e-9, max_value=1e9), st.lists(st.text(max_size=5), max_size=3))
+PEERS = st.text("123456789ABCDEFGHJKLMNPQRSTUVWXYZ", min_size=44, max_size=44).map("12D3KooW".__add__)
+TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
+
+
+@given(TEXTS, st.floats(min_value=1e-9, max_value=1e9), st.lists(PEERS, max_size=3))
 def test_a_kept_configuration_reads_back_equal(path: str, lr: float, peers: list[str]) -> None:
     settings = config.check({"model": {"family": "gpt2"}, "data": {"path": "x" + path}}, "x")
     settings = config.replace(settings, "optimizer", lr=lr)

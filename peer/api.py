@@ -42,13 +42,14 @@ from peer.api_session import Initial, SwarmSession, open_session
 from peer.channel_io import ChannelSettings
 from peer.data import Batch, Source, tensor_batch
 from peer.data_stream import SpooledSource, as_source
+from peer.errors import SignatureError
 from peer.events import EvalResult, Happening, Sink, StepResult
 from peer.interrupts import SESSION_S, undisturbed
 from peer.lab.local_swarm import LocalSwarm
 from peer.report import Report
 from peer.run_checks import check_run
 from peer.run_control import SESSION_LOCK, TrainerLock
-from peer.signing import load_or_create_key, make_run_spec
+from peer.signing import check_own, load_or_create_key, make_run_spec
 from peer.trainer import AHEAD, step_result
 from peer.trainer_host import RunPaused
 from peer.trainer_live import TrainerOptions
@@ -256,6 +257,10 @@ class Run:
         constants: Mapping[str, Any] = {}
         initial: Initial = _no_initial
         if self._resuming:
+            try:
+                check_own(folder.spec()[0], owner)
+            except SignatureError as error:
+                raise InputError(f"{folder.root}: {error}") from None
             dag = msgspec.json.decode(folder.opdag(), type=OpDag)
             manifest = folder.manifest()
             self._numerics, self._saved_step = manifest.numerics, manifest.step

@@ -112,6 +112,17 @@ def make_run_spec(
     return spec, sign(spec, owner_key)
 
 
+def check_own(spec: Signed, owner_key: Ed25519PrivateKey) -> RunSpec:
+    """The spec of a run of ours; SignatureError if it was changed, or another owner made it."""
+    run, ours = open_signed(spec, RunSpec, spec.key), public_bytes(owner_key)
+    if spec.key != ours or run.owner != ours:
+        raise SignatureError(
+            f"run {run.name} belongs to owner {run.owner.hex()[:16]}, the key here is {ours.hex()[:16]}: "
+            f"restore its owner.key into FUSION_HOME"
+        )
+    return run
+
+
 def check_session(spec: Signed, cert: Signed, *, remote_peer: str, now: float) -> tuple[RunSpec, SessionCert]:
     """What a volunteer checks of Hello: spec and certificate by the same owner, for this run, for the peer that
     libp2p authenticated, not expired at `now` (unix seconds). Raises SignatureError."""

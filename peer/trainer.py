@@ -223,11 +223,12 @@ class Trainer:
             settings=live.options.channels,
             on_event=self._on_link_event,
         )
+        programs = split(live.dag, plan.numerics.cuts)
         live.placed = Placed(
             plan=plan,
             links=await links.__aenter__(),
-            book=TickBook(plan.numerics.stages, first_tick),
-            programs=split(live.dag, plan.numerics.cuts),
+            book=TickBook(len(programs), next(p.stage for p in programs if p.has_loss), first_tick),
+            programs=programs,
             newest=live.folder.manifest(),
             offers=offers,
             number=plan.number,

@@ -6,6 +6,7 @@ the trainer's channels drop what they have already, so a tick never ends twice.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass, field
 
@@ -40,10 +41,11 @@ class _Open:
 
 
 class TickBook:
-    """`stages` report in each tick. FrameError on a frame that no released tick expects."""
+    """`stages` report in each tick, `loss_stage` sends the losses. FrameError on a frame that no released tick
+    expects."""
 
-    def __init__(self, stages: int, first_tick: int) -> None:
-        self._stages = stages
+    def __init__(self, stages: int, loss_stage: int, first_tick: int) -> None:
+        self._stages, self._loss_stage = stages, loss_stage
         self.next_tick = first_tick
         self._open: dict[int, _Open] = {}
         self._last_s = float("-inf")
@@ -74,6 +76,8 @@ class TickBook:
         if held is None:
             raise FrameError(f"{frame.kind.name} of stage {frame.src} for tick {frame.tick}, which is not open")
         if frame.kind is Kind.LOSS:
+            if frame.src != self._loss_stage:
+                raise FrameError(f"loss of stage {frame.src}; stage {self._loss_stage} has it")
             if len(frame.payload) != _LOSS.size or not 0 <= frame.micro_batch < len(held.header.sizes):
                 raise FrameError(
                     f"loss of stage {frame.src}: micro-batch {frame.micro_batch}, {len(frame.payload)} bytes"
@@ -82,10 +86,7 @@ class TickBook:
         elif frame.kind is Kind.DONE:
             if not 0 <= frame.src < self._stages:
                 raise FrameError(f"report of stage {frame.src}; this run has {self._stages}")
-            try:
-                held.reports[frame.src] = _REPORT.decode(frame.payload)
-            except msgspec.MsgspecError as error:
-                raise FrameError(f"report of stage {frame.src} is malformed: {error}") from None
+            held.reports[frame.src] = _report(frame)
         else:
             raise FrameError(f"stage {frame.src} sent a {frame.kind.name} frame to the trainer")
         if len(held.losses) < len(held.header.sizes) or len(held.reports) < self._stages:
@@ -95,3 +96,14 @@ class TickBook:
         loss = sum(held.losses[m] * size for m, size in enumerate(sizes)) / sum(sizes)
         time_s, self._last_s = now_s - max(held.released_s, self._last_s), now_s
         return TickResult(frame.tick, held.header, loss, held.tokens, held.reports, time_s)
+
+
+def _report(frame: Frame) -> TickReport:
+    try:
+        report = _REPORT.decode(frame.payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise FrameError(f"report of stage {frame.src} is malformed: {error}") from None
+    seconds = (report.forward_s, report.backward_s, report.update_s, report.wait_s)
+    if not all(math.isfinite(s) and s >= 0 for s in seconds):  # they are summed, shown and planned with
+        raise FrameError(f"report of stage {frame.src} names {seconds} seconds")
+    return report

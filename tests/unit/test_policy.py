@@ -232,3 +232,15 @@ def test_the_owner_key_is_private_from_birth(tmp_path: Path) -> None:
 def test_numbers_of_an_assignment_that_fit_no_header_and_no_record(field: str, value: int) -> None:
     with pytest.raises(RefusedError, match=f"{field} = {value} of an assignment is outside"):
         policy.check_offer(Policy(), assignment(**{field: value}), devices=("cpu",), stages=0, state_bytes=1)
+
+
+def test_only_the_owner_goes_on_with_a_run() -> None:
+    assert signing.check_own(SIGNED_SPEC, OWNER) == SPEC
+    thief = signing.new_session_key()
+    for spec, key in (
+        (SIGNED_SPEC, thief),
+        (signing.sign(SPEC, thief), thief),
+        (msgspec.structs.replace(SIGNED_SPEC, body=SIGNED_SPEC.body + b"\0"), OWNER),
+    ):
+        with pytest.raises(SignatureError):
+            signing.check_own(spec, key)

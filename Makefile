@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@command -v nvidia-smi >/dev/null 2>&1 || $(BIN)/pip install -q "torch==2.13.0+cpu" 2>/dev/null || \
 	  echo "no CPU-only build of torch on this index; taking the default build"
 	@$(BIN)/pip install -q -c constraints.txt setuptools wheel
-	@$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	@PYTHONWARNINGS=ignore $(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
 	@touch $@
 
 demo: setup  ## train GPT-2 on a swarm of 4 volunteer processes on this machine (5 minutes)

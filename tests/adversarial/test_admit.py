@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -145,3 +147,23 @@ def test_opset_holds_nothing_in_place_random_or_from_outside() -> None:
             if "str" in types[a.name]:
                 assert a.enums, (op.name, a.name)
             assert not any(word in types[a.name] for word in ("Device", "Generator", "Storage", "Layout"))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_fuzz_guided_by_coverage(tmp_path: Path) -> None:
+    """Two minutes of atheris; the short forms are the two above."""
+    pytest.importorskip("atheris", reason="coverage-guided fuzzing needs atheris: pip install atheris")
+    limits = ("-max_total_time=120", "-rss_limit_mb=1500", "-timeout=20", "-max_len=40000", "-seed=1")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.adversarial.atheris_opdag", str(tmp_path / "corpus"), *limits],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    runs = int(done.stderr.rsplit("Done ", 1)[1].split()[0])
+    assert runs > 1000

@@ -24,6 +24,12 @@ _TAGS = {tag: bytes([tag]) for tag in Tag}
 STREAM_ERRORS = (OSError, EOFError, TransportError, WireError, FrameError, TimeoutError)
 
 
+def log_bytes(memory_bytes: int) -> int:
+    """Most that an executor keeps of what it sent to one neighbour, for a replay, by its memory cap. A plan counts on
+    it by the memory on offer, which is never more."""
+    return max(64 << 20, memory_bytes // 16)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelSettings:
     """`beat_s`: a heartbeat when nothing else was sent; `dead_s`: silence after which the other end is lost.

@@ -26,7 +26,7 @@ from fusion_p2p.errors import FrameError, FusionError
 from fusion_p2p.frame import TRAINER
 from fusion_p2p.snapshot import to_bytes
 from peer.blobs import BlobStore, fetch_blob
-from peer.channel_io import ChannelSettings
+from peer.channel_io import ChannelSettings, log_bytes
 from peer.control_io import MessageStream
 from peer.devices import measure
 from peer.errors import BlobError, RefusedError
@@ -79,8 +79,8 @@ class Executor:
         self, stream: MessageStream[ToExecutor], start: Start, transport: SelfDial, limit: MemoryLimit
     ) -> None:
         self._stream, self._start, self._transport, self._limit = stream, start, transport, limit
-        log_bytes = max(64 << 20, start.memory_bytes // 16)
-        self._settings = ChannelSettings(beat_s=start.beat_s, dead_s=start.dead_s, log_bytes=log_bytes)
+        kept = log_bytes(start.memory_bytes)
+        self._settings = ChannelSettings(beat_s=start.beat_s, dead_s=start.dead_s, log_bytes=kept)
         self._limiter = Limiter(start.upload_bytes_per_s)
         self._store = BlobStore(Path(start.blobs))
         self._hosted: dict[Key, Hosted] = {}

@@ -21,6 +21,7 @@ from fusion_p2p.planner.explain import choices as choices_of
 from fusion_p2p.planner.network import MEMORY_SHARE
 from fusion_p2p.planner.opfence import Best, Searched
 from fusion_p2p.planner.proposal import finish, make_costs
+from peer.channel_io import log_bytes
 from peer.offers import DeviceOffer, SwarmLinks, network_of, sources
 from peer.plan_codecs import Channel, choices, ladder_for, link_codecs, neighbours, rungs_of, with_rungs
 from peer.plan_hosts import device_of, propose
@@ -54,7 +55,6 @@ class PlanRequest:
     number: int = 1
     epoch: int = 1
     mark_interval: int = 0  # steps between complete sets; 0: none is promised, so nothing is logged
-    log_bytes: int = 256 << 20  # most that a stage may keep of what it sent between two sets
 
 
 def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> Plan:
@@ -131,7 +131,7 @@ def _plan(
             device=device_of(h.device),
             incarnation=request.number,
             window=windows[k],
-            logged=0 < request.mark_interval * load.sent_bytes(a, b) <= request.log_bytes,
+            logged=0 < request.mark_interval * load.sent_bytes(a, b) <= log_bytes(h.memory_bytes),
         )
         for k, (h, (a, b)) in enumerate(zip(hosts, spans, strict=True))
     )

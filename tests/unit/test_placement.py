@@ -14,6 +14,7 @@ from fusion_p2p.errors import InputError
 from fusion_p2p.plan import LinkCodec, Numerics
 from fusion_p2p.planner import Link
 from fusion_p2p.workload import Atom
+from peer.channel_io import log_bytes
 from peer.offers import DeviceOffer, SwarmLinks
 from peer.placement import PlanRequest, make_plan, recovery_group, rehost, revise
 
@@ -175,9 +176,17 @@ def test_recovery_groups_follow_the_logs() -> None:
 
 
 def test_nothing_is_logged_without_marks_or_above_the_cap() -> None:
-    for request in (PlanRequest(base=BASE), PlanRequest(base=BASE, mark_interval=4, log_bytes=3)):
-        plan = make_plan(atoms(*[1.0] * 8), offers(1.0, 1.0), request)
-        assert not any(p.logged for p in plan.placement)
+    """The cap is the executor's own: a sixteenth of its memory, and 64 MiB at least."""
+    marked = PlanRequest(base=BASE, mark_interval=4, stages=2)
+    cut = (log_bytes(4 << 30) // (4 * BASE.micro_batches)) - 1  # bytes of a micro-batch that just fit, four steps long
+    for request, size, memory, logged in (
+        (PlanRequest(base=BASE, stages=2), 1, ROOM, False),
+        (marked, cut, 4 << 30, True),
+        (marked, cut, 2 << 30, False),
+        (marked, (64 << 20) // 32, 1 << 28, True),
+    ):
+        plan = make_plan(atoms(*[1.0] * 8, cut=size), offers(1.0, 1.0, memory=memory), request)
+        assert [p.logged for p in plan.placement] == [logged] * 2
 
 
 def slow_links(count: int, bytes_per_s: float) -> SwarmLinks:

@@ -8,6 +8,7 @@ are leftovers of dead peers and are removed at the next start, whoever's else ar
 from __future__ import annotations
 
 import asyncio
+import atexit
 import collections
 import contextlib
 import ctypes
@@ -47,7 +48,7 @@ class P2pdConfig:
     nat: bool = True  # port mapping, AutoNAT and relay; off for swarms on one machine
 
 
-_mine: set[Path] = set()  # folders of this process
+_mine: set[tuple[int, Path]] = set()  # (process, folder): a forked child has none
 
 
 class SocketFolder:
@@ -64,7 +65,7 @@ class SocketFolder:
         fd = os.open(path / "new", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (path / "new").rename(path / _LOCK)  # nobody ever finds the lock free while we live
-        _mine.add(path)
+        _mine.add((os.getpid(), path))
         return cls(path, fd)
 
     @property
@@ -79,7 +80,7 @@ class SocketFolder:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
-        _mine.discard(self.path)
+        _mine.discard((os.getpid(), self.path))
         os.close(self._lock_fd)
 
 
@@ -90,9 +91,13 @@ def clear_leftovers() -> None:
 
 def end_all() -> None:
     """For a process that ends now: its folders and those of killed peers go; its p2pd die with it."""
-    for path in list(_mine):
-        shutil.rmtree(path, ignore_errors=True)
+    for pid, path in list(_mine):
+        if pid == os.getpid():
+            shutil.rmtree(path, ignore_errors=True)
     clear_leftovers()
+
+
+atexit.register(end_all)  # for a transport that could not be closed in time
 
 
 def _base() -> Path:

@@ -248,7 +248,7 @@ class Run:
         if self._run_dir is None:
             self._temporary = Path(tempfile.mkdtemp(prefix=f"fusion-{self._name}-"))
         root = self._run_dir or self._temporary or Path()
-        root.mkdir(parents=True, exist_ok=True)
+        RunFolder(root).make()
         self._closing.enter_context(TrainerLock(root, SESSION_LOCK))
         folder, source = RunFolder(root), as_source(self._data, root / "spool")
         owner = load_or_create_key(home() / "owner.key")

@@ -53,8 +53,12 @@ class LoopThread:
 
 
 async def _cancel_all(timeout_s: float) -> None:
-    tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=timeout_s)
+    """Again and again: a part that takes long to close is cancelled in its turn."""
+    until = time.monotonic() + timeout_s
+    while (left := until - time.monotonic()) > 0:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if not tasks:
+            return
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=min(left, timeout_s / 4))

@@ -57,10 +57,11 @@ def _watch(watched: socket.socket, program: str) -> None:
             heard = [ends[signal.Signals(n)] for n in watched.recv(16) if n in ends]
         except TimeoutError:
             break
-        if heard and code:
-            break
-        if heard:
+        again = len(heard) > 1 or bool(heard and code)
+        if heard and not code:
             until, code = time.monotonic() + END_S, heard[0]
+        if again:
+            break
     for name in _OURS:
         end_all = getattr(sys.modules.get(name), "end_all", None)
         if end_all is not None:

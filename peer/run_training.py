@@ -24,7 +24,7 @@ from dht.home import last_swarm
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics
 from peer import checkpoint as checkpoints
-from peer.api import LocalSwarm, Run, RunPaused
+from peer.api import SAVE_EVERY, LocalSwarm, Run, RunPaused
 from peer.config import Config
 from peer.config_text import dump
 from peer.data import ArraySource, Batch, TokenSource
@@ -62,13 +62,14 @@ def train(
     A run that cannot begin leaves nothing behind.
     """
     folder = folder_for(config, str(run_dir) if run_dir else None)
+    _check_report(report)
+    swarm = choose_swarm(config)
+    is_new = not os.path.lexists(folder)
+    RunFolder(folder).make()
     if RunFolder(folder).sets():
         raise InputError(f"{folder} holds a run already; continue it with: fusion-run resume {folder}")
-    if folder.exists() and not (folder / CONFIG).exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not (folder / CONFIG).exists() and any(folder.iterdir()):
         raise InputError(f"{folder} exists and is no run folder; give a new one with --run-dir or run.dir")
-    swarm = choose_swarm(config)
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
     try:
         with TrainerLock(folder):
             RunFolder(folder).forget_start()
@@ -85,6 +86,7 @@ def train(
 
 def resume(config: Config, folder: Path, *, report: Path | None) -> int:
     """Go on with the run in `folder`; the exit code. Raises InputError."""
+    _check_report(report)
     run = RunFolder(folder)
     run.spec()  # says so where there is no run
     done = run.manifest().step
@@ -95,6 +97,12 @@ def resume(config: Config, folder: Path, *, report: Path | None) -> int:
         kept = msgspec.structs.replace(kept, run=msgspec.structs.replace(kept.run, steps=config.run.steps))
         write_atomic(folder / CONFIG, dump(kept).encode("utf-8"))
         return _Session(config, folder, choose_swarm(config), report).run(None, resuming=True)
+
+
+def _check_report(file: Path | None) -> None:
+    """It is written at the end: what forbids that is said before anything begins."""
+    if file is not None and (file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK)):
+        raise InputError(f"--report {file}: no file can be written there; give one in a folder that exists")
 
 
 def choose_swarm(config: Config) -> SwarmChoice:
@@ -212,6 +220,7 @@ class _Session:
             "swarm": self._swarm,
             "allow_peers": c.swarm.allow_peers,
             "compute": c.swarm.compute,
+            "save_every": min(SAVE_EVERY, c.checkpoint.save_every or SAVE_EVERY),  # a lost stage goes back to a set
             "total_steps": c.run.steps,
             "on": sinks,
         }

@@ -10,6 +10,7 @@ spool/              batches released since the oldest kept set, where the data s
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -92,6 +93,16 @@ class RunFolder:
     @property
     def exists(self) -> bool:
         return (self.root / "spec.json").exists()
+
+    def make(self) -> None:
+        """The folder itself, if it is missing. InputError where it cannot be made or written."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.root, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            why = getattr(error, "strerror", None) or str(error)
+            raise InputError(f"run folder {str(self.root)[:200]!r} cannot be used: {why}; give another one") from None
 
     def create(self, spec: Signed, opdag: bytes) -> None:
         """Begin a run here; InputError if one is here already (a spec is immutable)."""

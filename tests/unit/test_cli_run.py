@@ -112,6 +112,18 @@ BAD = {
     "no swarm": (lambda: ["train", "run.toml"], "give --swarm ADDR or --local N"),
     "malformed address": (lambda: ["train", "run.toml", "--swarm", "1.2.3.4:80"], "1.2.3.4:80"),
     "address without peer": (lambda: ["train", "run.toml", "--swarm", "/ip4/1.2.3.4/tcp/80"], "/p2p/"),
+    "run folder where none can be": (
+        lambda: ["train", "run.toml", "--local", "1", "--run-dir", "/proc/x"],
+        "run folder '/proc/x' cannot be used: No such file or directory",
+    ),
+    "run folder of too long a name": (
+        lambda: ["train", "run.toml", "--local", "1", "--run-dir", "x" * 300],
+        "cannot be used: File name too long",
+    ),
+    "report nowhere": (
+        lambda: ["train", "run.toml", "--local", "1", "--report", "/nonexistent/x.json"],
+        "--report /nonexistent/x.json: no file can be written there",
+    ),
     "no data": (
         lambda: ["train", write(CONFIG.replace("book.txt", "none.txt")), "--swarm", NOBODY],
         "data.path: none.txt does not exist",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,3 +43,23 @@ def test_a_senseless_argument_is_one_line(what: str, value: Any, said: str) -> N
         Run(**{"model": torch.nn.Linear(1, 1), "data": [], what: value})
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("FUSION_HOME", str(tmp_path / "home"))
+    (tmp_path / "temporary").mkdir()
+    with pytest.raises(InputError), Run(torch.nn.Linear(1, 1), data=[], swarm="nowhere"):
+        pass
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_run_folder_that_is_a_file_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "passwd"
+    file.write_text("kept")
+    with (
+        pytest.raises(InputError, match="cannot be used: File exists"),
+        Run(torch.nn.Linear(1, 1), data=[], run_dir=file),
+    ):
+        pass
+    assert file.read_text() == "kept"

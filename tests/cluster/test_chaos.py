@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fusion_p2p
-from dht.errors import InputError
+from fusion_p2p.errors import InputError
 from peer.api import LocalSwarm, Run
 from peer.data_stream import as_source
 from peer.events import RunEvent
@@ -199,7 +199,7 @@ def test_a_second_trainer_takes_over_by_name(tmp_path: Path) -> None:
     with LocalSwarm(peers=PEERS) as swarm:
         older = start_trainer(folder, 2_000, swarm)
         wait_for_step(older, 12)
-        with pytest.raises(InputError, match="in use"):
+        with pytest.raises(InputError, match="in use by another trainer"):
             resume(folder, 40, swarm)
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("trainer.key"))
         report, _ = resume(copy, 40, swarm)

@@ -48,6 +48,7 @@ from peer.trainer_host import Host, HostLost
 CERT_S = 24 * 3600.0
 MAX_PLANS = 16  # plans tried before a run gives up on volunteers that refuse
 MEMORY_MARGIN = 0.95
+MAX_REFUSALS = 2  # of one peer; then it is planned without
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 Lost = Callable[[str, str], None]
 
@@ -113,7 +114,7 @@ class Assembly:
 
         What the first accepted plan's trial steps took may lead to another one, once.
         """
-        last, tried = "", False
+        last, tried, refused = "", False, Counter[str]()
         for number in range(request.number, request.number + MAX_PLANS):
             try:
                 plan = await asyncio.to_thread(make_plan, atoms, offers, replace(request, number=number))
@@ -131,8 +132,11 @@ class Assembly:
             await self._drop(self._accepted, "the plan changed")
             for refusal in refusals:
                 on_refusal(refusal)
-                last = refusal.reason
+                last, peer = refusal.reason, refusal.placement.peer
+                refused[peer] += 1
                 offers = _after_refusal(offers, refusal, plan, atoms, request)
+                if refused[peer] >= MAX_REFUSALS:
+                    offers = [o for o in offers if o.peer != peer]
         raise InputError(f"no plan found after {MAX_PLANS} tries; the last refusal was: {last}")
 
     async def place(
@@ -160,7 +164,11 @@ class Assembly:
                 try:
                     host = await self._host(peer)
                     offer = self._offer(plan, p, host, states[p.stage], first_tick)
-                    taken[p.stage] = p, await host.offer(offer, p.stage)
+                    accepted = await host.offer(offer, p.stage)
+                    said = accepted.run, accepted.stage, accepted.incarnation
+                    if said != (self._session.spec.run, p.stage, p.incarnation):
+                        return [Refusal(p, f"accepts what it was not offered: {said!r:.120}", gone=True)]
+                    taken[p.stage] = p, accepted
                 except RefusedError as error:
                     return [Refusal(p, str(error), error.needed, error.cap)]
                 except (HostLost, DhtError) as error:

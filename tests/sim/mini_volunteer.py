@@ -71,7 +71,9 @@ class MiniVolunteer:
 
     `kill` ends it as a power cut would."""
 
-    def __init__(self, network: Network, peer: str, folder: Path, refuse: dict[int, Refused] | None = None) -> None:
+    def __init__(
+        self, network: Network, peer: str, folder: Path, refuse: dict[int, Refused | Accepted] | None = None
+    ) -> None:
         self.network, self.peer, self.transport = network, peer, network.transport(peer)
         self.store, self.refuse = BlobStore(folder / peer), refuse or {}
         self.hosted: dict[int, _Hosted] = {}

@@ -7,11 +7,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fusion_p2p.capture import Captured, capture
+from fusion_p2p.errors import InputError
 from fusion_p2p.optim import AdamW
 from fusion_p2p.pipeline import LocalPipeline
 from fusion_p2p.plan import LinkCodec, Numerics
@@ -20,7 +22,7 @@ from fusion_p2p.workload import atoms
 from peer.blobs import serve_blobs
 from peer.channel_io import ChannelSettings
 from peer.events import Happening, RunEvent, StepResult
-from peer.protocol import Refused
+from peer.protocol import Accepted, Refused
 from peer.ratelimit import Limiter
 from peer.signing import make_run_spec, new_session_key
 from peer.trainer import Trainer
@@ -94,7 +96,7 @@ class Lab:
         )
         self.folder.create(spec[1], captured.opdag.to_bytes())
 
-    async def add(self, peer: str, refuse: dict[int, Refused] | None = None) -> MiniVolunteer:
+    async def add(self, peer: str, refuse: dict[int, Refused | Accepted] | None = None) -> MiniVolunteer:
         volunteer = MiniVolunteer(self.network, peer, self.root, refuse)
         await volunteer.start()
         self.volunteers.append(volunteer)
@@ -346,5 +348,40 @@ def test_nobody_left_pauses_and_another_swarm_resumes(captured: Captured, tmp_pa
             await lab.train(again, 4, 10)
             assert again.plan.numerics.stages == 2
             assert await lab.hash(again, 10) == expected(captured, again.plan.numerics.cuts, 10)[1]
+
+    asyncio.run(main())
+
+
+@MINUTE
+def test_who_refuses_for_memory_again_and_again_is_asked_twice(captured: Captured, tmp_path: Path) -> None:
+    no = {k: Refused(code="memory", reason="too large", stage=k, needed=1000, cap=999) for k in (0, 1)}
+
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        await lab.add("a")
+        unwilling = await lab.add("b", dict(no))
+        async with lab.trainer(2) as trainer:
+            assert {p.peer for p in trainer.plan.placement} == {"a"}
+        assert 1 <= len(unwilling.offered) <= 2
+
+    asyncio.run(main())
+
+
+@MINUTE
+@pytest.mark.parametrize("lie", [{"run": "another"}, {"incarnation": 77}])
+def test_who_accepts_another_stage_than_the_offered_is_left_out(
+    captured: Captured, tmp_path: Path, lie: dict[str, Any]
+) -> None:
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        run = lab.folder.spec()[1].run
+        words = {
+            k: {"run": run, "stage": k, "incarnation": 0, "endpoint": "e", "memory_bytes": 1} | lie for k in (0, 1)
+        }
+        liar = await lab.add("liar", {k: Accepted(**word) for k, word in words.items()})
+        with pytest.raises(InputError, match="after a refusal: accepts what it was not offered"):
+            async with lab.trainer(1):
+                pass
+        assert len(liar.offered) == 1
 
     asyncio.run(main())

@@ -33,8 +33,8 @@ def test_a_hanging_process_ends_after_its_budget_or_at_the_second_signal(budget:
     folder, pid = process.stdout.readline().decode().split()
     for number in signals:
         process.send_signal(number)
-    assert process.wait(20) == 130
+    word = {130: "Ctrl-C", 143: "SIGTERM"}[process.wait(20)]  # the system may deliver the second one first
     assert not Path(folder).exists()
     assert not Path(f"/proc/{pid}").exists()
     assert process.stderr is not None
-    assert process.stderr.read().decode().splitlines() == ["test: ended by Ctrl-C, at once"]
+    assert process.stderr.read().decode().splitlines() == [f"test: ended by {word}, at once"]

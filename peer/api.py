@@ -59,6 +59,7 @@ from peer.trainer_ticks import TickResult
 __all__ = ["LocalSwarm", "Run", "RunPaused", "TrainSummary"]
 
 REPORT_WAIT_S, DONE_S = 4.0, 9.0
+SAVE_EVERY = 50
 
 
 class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +129,7 @@ class Run:
         threads: int = 1,
         allow_peers: Sequence[str] = (),
         compute: bool = True,
-        save_every: int = 50,
+        save_every: int = SAVE_EVERY,
         recover_s: float = 60.0,
         total_steps: int = 0,
         on: Sequence[Sink] = (),
@@ -187,7 +188,7 @@ class Run:
         swarm: LocalSwarm | str | Sequence[str] | None = None,
         allow_peers: Sequence[str] = (),
         compute: bool = True,
-        save_every: int = 50,
+        save_every: int = SAVE_EVERY,
         recover_s: float = 60.0,
         total_steps: int = 0,
         on: Sequence[Sink] = (),

@@ -141,7 +141,9 @@ def compare_cuts(s: Sample, **options: Any) -> None:
     for stages in (n for n in (2, 3, 5, 8) if n <= len(atoms(s.captured.opdag))):
         got = trained(s, stages, 2, **options)
         assert got.edges > 0
-        assert got.losses == whole.losses
+        assert got.losses[0] == whole.losses[0]
+        # after an update: T5's gradients meet in another order, so its weights are equal to rounding only
+        assert got.losses == pytest.approx(whole.losses, rel=1e-6)
         assert_near(got.gradients, whole.gradients)
         assert_near(got.state, whole.state)
 

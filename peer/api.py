@@ -43,7 +43,7 @@ from peer.channel_io import ChannelSettings
 from peer.data import Batch, Source, tensor_batch
 from peer.data_stream import SpooledSource, as_source
 from peer.errors import SignatureError
-from peer.events import EvalResult, Happening, Sink, StepResult
+from peer.events import EvalResult, Happening, RunEvent, Sink, StepResult
 from peer.interrupts import SESSION_S, undisturbed
 from peer.lab.local_swarm import LocalSwarm
 from peer.report import Report
@@ -262,6 +262,8 @@ class Run:
                 check_own(folder.spec()[0], owner)
             except SignatureError as error:
                 raise InputError(f"{folder.root}: {error}") from None
+            for line in folder.mend():
+                self._hear(RunEvent(kind="notice", text=line, time_s=time.time()))
             dag = msgspec.json.decode(folder.opdag(), type=OpDag)
             manifest = folder.manifest()
             self._numerics, self._saved_step = manifest.numerics, manifest.step

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -23,7 +24,7 @@ import msgspec
 
 from dht.transport import Stream, Transport
 from peer.channel_io import STREAM_ERRORS, ChannelSettings, LiveReader, LiveWriter
-from peer.errors import BlobError, WireError
+from peer.errors import BlobError, DiskFull, WireError, is_disk_full
 from peer.protocol import BLOBS, BlobRef
 from peer.ratelimit import Limiter
 
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 MAX_REQUEST = 512
 CHUNK_BYTES = 128 << 10
-MAX_SERVED = 16  # streams served at once; others are told to come again
+MAX_SERVED, MAX_SERVED_PER_PEER = 64, 16  # streams served at once; others are told to come again
 ROUNDS = 3  # times that every holder is asked before a fetch gives up
 _HASH = re.compile(r"[0-9a-f]{64}")
 _LENGTH = struct.Struct("<H")
@@ -145,20 +146,21 @@ async def serve_blobs(
     transport: Transport, store: BlobStore, authorise: Authorise, *, limiter: Limiter, settings: ChannelSettings
 ) -> None:
     """Answer BLOBS on this transport from now on."""
-    serving = 0
+    serving = Counter[str]()
 
     async def handle(stream: Stream) -> None:
         nonlocal serving
-        serving += 1
+        serving[stream.remote] += 1
         try:
-            if serving > MAX_SERVED:
+            if serving[stream.remote] > MAX_SERVED_PER_PEER or serving.total() > MAX_SERVED:
                 await _say(LiveWriter(stream, limiter), Have(0, "busy"))
             else:
                 await _serve_one(stream, store, authorise, limiter, settings)
         except (*STREAM_ERRORS, BlobError) as error:
             log.info("blob for %s: %s", stream.remote, error)
         finally:
-            serving -= 1
+            serving[stream.remote] -= 1
+            serving += Counter()  # drops the zeros
             stream.writer.close()
 
     await transport.serve(BLOBS, handle)
@@ -234,6 +236,8 @@ async def fetch_blob(
                     known = (addresses or {}).get(holder, ())
                     await _fetch_from(transport, holder, known, part, run, ref, settings)
                 except (*STREAM_ERRORS, BlobError) as error:
+                    if is_disk_full(error):
+                        raise DiskFull(f"no space left on the disk of {part.parent}; make room there") from None
                     failures[holder] = str(error) or type(error).__name__
                     log.info("blob %s from %s: %s", ref.hash[:16], holder, failures[holder])
                     continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from fusion_p2p.errors import FusionError, InputError
 
 
@@ -31,6 +33,17 @@ class ChannelClosed(PeerError):
 
 class BlobError(PeerError):
     """A snapshot could not be had whole: no holder answered, or its bytes do not match their hash."""
+
+
+class DiskFull(BlobError):
+    """No room for a snapshot here: asking other holders is of no use. Exit code 4, as of a paused run."""
+
+    exit_code = 4
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether `error` says that a disk or a quota is used up."""
+    return isinstance(error, DiskFull) or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
 
 
 class RefusedError(PeerError):

@@ -30,6 +30,7 @@ from peer.config_text import dump
 from peer.data import ArraySource, Batch, TokenSource
 from peer.data_open import OpenedData, open_data
 from peer.data_stream import as_source
+from peer.errors import DiskFull, is_disk_full
 from peer.events import RunEvent, Sink, StepResult
 from peer.export import load_weights, sample_text
 from peer.lab.chaos import Chaos, Fault
@@ -89,6 +90,9 @@ def resume(config: Config, folder: Path, *, report: Path | None) -> int:
     _check_report(report)
     run = RunFolder(folder)
     run.spec()  # says so where there is no run
+    with TrainerLock(folder):
+        for line in run.mend():
+            print(f"fusion-run: {line}", file=sys.stderr)
     done = run.manifest().step
     if done >= config.run.steps:
         raise InputError(f"all {done} steps are done; go on with more: fusion-run resume {folder} --steps {2 * done}")
@@ -171,6 +175,12 @@ class _Session:
         except KeyboardInterrupt:
             print(f"\nfusion-run: ended by Ctrl-C; {self._hint()}", file=sys.stderr)
             return EXIT_INTERRUPTED
+        except (OSError, DiskFull) as error:
+            if not is_disk_full(error):
+                raise
+            where = getattr(error, "filename", None) or self._folder
+            print(f"fusion-run: no space left on the disk of {where}; make room, then {self._hint()}", file=sys.stderr)
+            return DiskFull.exit_code
         except RunPaused as error:
             print(f"fusion-run: {error}", file=sys.stderr)
             return error.exit_code

@@ -25,7 +25,7 @@ from fusion_p2p.plan import NumericLogEntry, Plan
 from fusion_p2p.release import cut_batch, release
 from fusion_p2p.split import StageProgram, split
 from fusion_p2p.workload import atoms
-from peer.errors import WireError
+from peer.errors import WireError, is_disk_full
 from peer.events import PlanAdopted, Sink, StepResult
 from peer.link_ends import LinkEvent
 from peer.links import Links
@@ -149,7 +149,8 @@ class Trainer:
         except (FusionError, DhtError) as error:
             self._fail(error)
         except Exception as error:
-            log.exception("a task of the trainer failed")
+            if not is_disk_full(error):
+                log.exception("a task of the trainer failed")
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:

@@ -13,7 +13,7 @@ from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics, StagePlacement
 from fusion_p2p.snapshot_check import SnapshotCheck
 from peer.blobs import fetch_blob
-from peer.errors import BlobError
+from peer.errors import BlobError, DiskFull
 from peer.protocol import BlobRef, Mark, Snapshotted, Trim
 from peer.trainer_assembly import Spawn
 from peer.trainer_buddies import BuddyKeeper
@@ -62,6 +62,8 @@ class SetKeeper:
                     marks = await self._mark(tick)
                 try:
                     await asyncio.gather(*(self._fetch(s, again=attempt > 0) for s in marks))
+                except DiskFull:
+                    raise
                 except BlobError as error:
                     live.say("waiting", f"the set at step {manifest.step} could not be fetched, trying again: {error}")
                     continue

@@ -204,6 +204,43 @@ class RunFolder:
             raise InputError(f"{path} belongs to run {manifest.run[:12]}, this folder to run {spec.run[:12]}")
         return manifest
 
+    def mend(self) -> list[str]:
+        """Put a damaged newest set aside, if an older one is whole; what was done, one line a set.
+
+        The damaged file goes: the same weights, trained again, have its name. InputError if no set is whole.
+        """
+        said: list[str] = []
+        while ticks := self.sets():
+            try:
+                for entry in self._manifest_at(ticks[-1]).stages:
+                    self._snapshot(entry)
+                break
+            except InputError as error:
+                if not self._is_whole_before(ticks):
+                    raise
+                said.append(f"{error}; going on from the set at tick {ticks[-2]}")
+                for blob in self._damaged(ticks[-1]):
+                    self.blobs.delete(blob)
+                self._set_path(ticks[-1]).unlink()
+        return said
+
+    def _is_whole_before(self, ticks: list[int]) -> bool:
+        return len(ticks) > 1 and not self._damaged(ticks[-2])
+
+    def _damaged(self, tick: int) -> list[str]:
+        """The blobs of this set that are not what they should be."""
+        damaged = []
+        try:
+            entries = self._manifest_at(tick).stages
+        except InputError:
+            return [] if tick == self.sets()[-1] else ["the manifest"]
+        for entry in entries:
+            try:
+                self._snapshot(entry)
+            except InputError:
+                damaged.append(entry.hash)
+        return damaged
+
     def snapshots(self, manifest: Manifest) -> dict[int, bytes]:
         """The bytes of each stage, verified against the manifest."""
         return {e.stage: self._snapshot(e) for e in manifest.stages}

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from peer import blobs
 from peer.blobs import Authorise, BlobStore, fetch_blob, serve_blobs
 from peer.channel_io import ChannelSettings
-from peer.errors import BlobError
+from peer.errors import BlobError, DiskFull
 from peer.protocol import BLOBS, BlobRef
 from peer.ratelimit import Bucket, Limiter
 from tests.memory_transport import MemoryTransport, Network
@@ -160,3 +161,32 @@ def test_the_upload_cap_is_an_average_with_a_bounded_burst() -> None:
     assert now == pytest.approx((sent - 500) / 1000)
     assert bucket.delay(500, now + 100) == 0.0
     assert bucket.delay(100, now + 100) > 0.0
+
+
+def test_a_full_disk_ends_a_fetch_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blobs, "_append_to", lambda part: (open("/dev/full", "ab", buffering=0), 0))
+
+    async def main() -> None:
+        network = Network()
+        ref = BlobRef(*(await holder(network, "h", tmp_path)).put(DATA), holders=("h", "h"))
+        with pytest.raises(DiskFull, match=f"no space left on the disk of {tmp_path / 'me'}"):
+            await fetch(network, ref, tmp_path)
+
+    run(main())
+
+
+def test_one_peer_gets_so_many_streams_and_another_still_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blobs, "MAX_SERVED_PER_PEER", 1)
+
+    async def main() -> None:
+        network = Network()
+        ref = BlobRef(*(await holder(network, "h", tmp_path)).put(DATA), holders=("h",))
+        greedy = await network.transport("greedy").open_stream("h", BLOBS, timeout_s=1.0)
+        await asyncio.sleep(0)
+        with pytest.raises(BlobError, match="busy"):
+            await fetch(network, ref, tmp_path, "greedy")
+        _, path = await fetch(network, ref, tmp_path, "modest")
+        assert path.read_bytes() == DATA
+        greedy.writer.close()
+
+    run(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -294,3 +295,19 @@ def test_plan_says_what_is_wrong(call: Call, arguments: tuple[str, ...], words: 
     code, out, err = call("plan", *arguments)
     assert (code, out) == (2, "")
     assert words in err and err.count("\n") == 1
+
+
+def test_a_full_disk_is_one_line_and_exit_code_4(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from peer import run_training
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/disk/x")
+
+    monkeypatch.setattr(run_training._Session, "_train", full)
+    make_set(tmp_path / "cats", 1)
+    session = run_training._Session(config.load(Path("run.toml")), tmp_path / "cats", (), None)
+    assert session.run(None, resuming=True) == 4
+    said = f"no space left on the disk of /disk/x; make room, then continue with: fusion-run resume {tmp_path / 'cats'}"
+    assert capsys.readouterr().err.strip() == f"fusion-run: {said}"

@@ -134,3 +134,30 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
         RunFolder(tmp_path).spec()
     with pytest.raises(InputError, match="no complete set"):
         RunFolder(tmp_path).manifest()
+
+
+def test_a_damaged_newest_set_gives_way_to_the_older_one(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    save(folder, 4)
+    newest = save(folder, 8)
+    path = folder.blobs.path(newest.stages[1].hash)
+    path.write_bytes(path.read_bytes()[:-1])
+    (said,) = folder.mend()
+    assert str(path) in said and "truncated: 23 of 24 bytes" in said
+    assert said.endswith("going on from the set at tick 4")
+    assert folder.manifest().tick == 4
+    assert not path.exists()  # else the same weights, trained again, would be taken for had
+    assert folder.mend() == []
+
+
+@pytest.mark.parametrize("part", ["manifest", "snapshot"])
+def test_where_no_set_is_whole_nothing_is_removed(tmp_path: Path, part: str) -> None:
+    folder = new_folder(tmp_path)
+    for tick in (4, 8):
+        manifest = save(folder, tick)
+        (folder.blobs.path(manifest.stages[0].hash) if part == "snapshot" else folder._set_path(tick)).write_bytes(b"")
+        if part == "manifest":
+            break
+    with pytest.raises(InputError, match="truncated|damaged"):
+        folder.mend()
+    assert folder.sets()

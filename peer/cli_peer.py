@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from peer.daemon import JoinOptions, Ready
@@ -27,12 +27,22 @@ the runs pass through this machine, code does not.
 """
 
 
+LEAST_MEMORY_BYTES = 384 << 20  # what an executor holds before any stage, and a little
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad input is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
+
+
 _KEY_HELP = "key of a private swarm: 64 hex digits or a file of them (default: $FUSION_SWARM_KEY, else public)"
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line, for `main` and for tests."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="fusion-peer",
         description="Offers this machine's device to a swarm that trains neural networks.",
         epilog=EXIT_CODES,
@@ -229,6 +239,12 @@ def join_options(options: argparse.Namespace) -> JoinOptions:
     if options.memory and options.memory > devices.host_memory_bytes():
         total = devices.host_memory_bytes() / 2**30
         raise InputError(f"--memory {options.memory / 2**30:.1f} GiB is more than this host has ({total:.1f} GiB)")
+    if memory // len(names) < LEAST_MEMORY_BYTES:
+        least = LEAST_MEMORY_BYTES >> 20
+        raise InputError(
+            f"--memory {memory / 2**20:.0f} MiB for {len(names)} device(s) is too little: a device's process takes "
+            f"{least} MiB before any stage; give --memory 1GiB or more"
+        )
     listen = tuple(map(check_address, options.listen or ())) or (LOOPBACK if options.loopback else ANY_ADDRESS)
     policy = Policy(
         owners=tuple(map(check_owner, options.runs)),

@@ -15,7 +15,7 @@ import psutil
 
 from dht import p2p, records
 from dht.control import socket_path
-from dht.errors import DhtError
+from dht.errors import DhtError, RecordError
 from dht.fencing import Fencing
 from dht.home import remember_swarm
 from dht.node import Board
@@ -275,7 +275,10 @@ class Daemon:
         record = self._record()
         if record != self._published:
             self._published = record
-            board.publish(record)
+            try:
+                board.publish(record)
+            except RecordError as error:  # of a name too long, say: trainers find this peer no more, but it serves
+                log.warning("the board does not take this peer's record: %s", error)
         if not self._told_devices and all(d.flops_per_s > 0 for d in record.devices):
             self._told_devices = True
             self._say_ready("devices")

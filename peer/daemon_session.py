@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
@@ -43,6 +44,8 @@ SEND_S = 8.0
 MAX_STREAMS = 64
 MAX_PER_PEER = 4
 MAX_QUEUED = 10_000
+IDLE_S = 60.0  # with nothing of its run here, where streams are scarce; a spare is greeted again
+CROWDED = MAX_STREAMS // 2
 _DECODER: msgspec.msgpack.Decoder[ToVolunteer] = msgspec.msgpack.Decoder(ToVolunteer)
 
 
@@ -64,15 +67,25 @@ class TrainerSession:
         self.post(Refused(code=code, reason=reason, cert=cert))
         self._queue.put_nowait(None)
 
-    async def run(self, volunteer: Volunteer, beat_s: float, dead_s: float) -> None:
+    async def run(self, volunteer: Volunteer, beat_s: float, dead_s: float, crowded: Callable[[], bool]) -> None:
+        """Until the stream ends, or is needed for others (`crowded`) while nothing of the run is here."""
         async with asyncio.TaskGroup() as group:
-            sender = group.create_task(self._send())
-            beats = group.create_task(self._beat(beat_s))
+            others = [group.create_task(w) for w in (self._send(), self._beat(beat_s), self._idle(volunteer, crowded))]
             try:
                 await self._receive(volunteer, dead_s)
             finally:
-                sender.cancel()
-                beats.cancel()
+                for task in others:
+                    task.cancel()
+
+    async def _idle(self, volunteer: Volunteer, crowded: Callable[[], bool]) -> None:
+        since = time.monotonic()
+        while True:
+            await asyncio.sleep(IDLE_S / 8)
+            now = time.monotonic()
+            if volunteer.holds(self.spec.run):
+                since = now
+            elif now - since > IDLE_S and crowded():
+                raise WireError(f"nothing of its run here for {IDLE_S:g} s; others need the control stream")
 
     async def _receive(self, volunteer: Volunteer, dead_s: float) -> None:
         while (message := await self._stream.receive(timeout_s=dead_s)) is not None:
@@ -155,7 +168,7 @@ class ControlServer:
                     have_opdags=self._volunteer.have_opdags(), held=self._volunteer.held(spec.run),
                 )
             )  # fmt: skip
-            await session.run(self._volunteer, self._beat_s, self._dead_s)
+            await session.run(self._volunteer, self._beat_s, self._dead_s, lambda: self._open.total() > CROWDED)
         finally:
             self._volunteer.part(session)
 

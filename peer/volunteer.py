@@ -124,8 +124,12 @@ class Volunteer:
         run = session.spec.run
         if self.sessions.get(run) is session:
             del self.sessions[run]
-            if not any(r == run for r, _ in self.stages) and not (self._buddy and self._buddy.keeps_for(run)):
+            if not self.holds(run):
                 self.leases.end(run)
+
+    def holds(self, run: str) -> bool:
+        """Whether a stage or a snapshot of this run is here."""
+        return any(r == run for r, _ in self.stages) or bool(self._buddy and self._buddy.keeps_for(run))
 
     def have_opdags(self) -> tuple[str, ...]:
         return tuple(sorted(p.name for p in self._opdags.iterdir() if len(p.name) == 64))

@@ -1,0 +1,55 @@
+"""`fusion-peer`: bad input is one line and exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dht.errors import RecordError
+from fusion_p2p.errors import InputError
+from peer import cli_peer
+from peer.daemon import Daemon
+
+BAD = [
+    (["join", "--memory", "lots"], "fusion-peer join: argument --memory: 'lots' is no size; write 6GiB or 500MB"),
+    (["join", "--memroy", "1GiB"], "fusion-peer: unrecognized arguments: --memroy"),
+    (["jion"], "fusion-peer: argument COMMAND: invalid choice: 'jion'"),
+    ([], "fusion-peer: the following arguments are required: COMMAND"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), BAD)
+def test_what_cannot_be_parsed_is_one_line(line: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli_peer.main(line)
+    assert ended.value.code == 2
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert printed.startswith(said)
+
+
+def test_memory_in_which_no_executor_lives_is_refused() -> None:
+    options = cli_peer.parser().parse_args(["join", "--memory", "5MiB", "--device", "cpu"])
+    with pytest.raises(InputError, match=r"--memory 5 MiB .* is too little: .*; give --memory 1GiB or more"):
+        cli_peer.join_options(options)
+
+
+def test_a_refused_record_does_not_end_the_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FUSION_HOME", str(tmp_path))
+    options = cli_peer.parser().parse_args(["join", "--memory", "1GiB", "--device", "cpu"])
+    monkeypatch.setattr("peer.devices.host_memory_bytes", lambda: 1 << 40)
+    daemon = Daemon(cli_peer.join_options(options), lambda ready: None, lambda findings: None)
+
+    class Record:
+        devices = ()
+
+    class Board:
+        def publish(self, record: object) -> None:
+            raise RecordError("too long")
+
+    monkeypatch.setattr(daemon, "_record", Record)
+    monkeypatch.setattr(daemon, "_say_ready", lambda event: None)
+    daemon._publish(Board())  # type: ignore[arg-type]
+    assert "does not take this peer's record: too long" in caplog.text

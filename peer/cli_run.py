@@ -366,10 +366,19 @@ def main() -> NoReturn:
     except (FusionError, DhtError) as error:
         print(f"fusion-run: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:
+        if not _is_interrupt(error):
+            raise
         print("fusion-run: ended by Ctrl-C", file=sys.stderr)
         sys.exit(130)
     sys.exit(0)
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind `error`: typer makes a silent exit of it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 if __name__ == "__main__":

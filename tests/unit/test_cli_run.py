@@ -59,6 +59,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FUSION_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("FUSION_SWARM", raising=False)
+    monkeypatch.setattr("peer.interrupts.end_in_time", lambda program: None)  # it is for processes, not for this one
     Path("run.toml").write_text(CONFIG)
     Path("book.txt").write_text("the cat sat on the mat and the dog sat on the log.\n" * 60)
     return tmp_path
@@ -311,3 +312,11 @@ def test_a_full_disk_is_one_line_and_exit_code_4(
     assert session.run(None, resuming=True) == 4
     said = f"no space left on the disk of /disk/x; make room, then continue with: fusion-run resume {tmp_path / 'cats'}"
     assert capsys.readouterr().err.strip() == f"fusion-run: {said}"
+
+
+def test_an_early_interrupt_is_one_line(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(config, "load", interrupted)
+    assert call("train", "run.toml") == (130, "", "fusion-run: ended by Ctrl-C\n")

@@ -164,7 +164,7 @@ def test_the_upload_cap_is_an_average_with_a_bounded_burst() -> None:
 
 
 def test_a_full_disk_ends_a_fetch_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs, "_append_to", lambda part: (open("/dev/full", "ab", buffering=0), 0))
+    monkeypatch.setattr(blobs, "_append_to", lambda part: (open("/dev/full", "ab", buffering=0), 0))  # noqa: SIM115
 
     async def main() -> None:
         network = Network()

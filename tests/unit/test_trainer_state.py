@@ -158,6 +158,6 @@ def test_where_no_set_is_whole_nothing_is_removed(tmp_path: Path, part: str) -> 
         (folder.blobs.path(manifest.stages[0].hash) if part == "snapshot" else folder._set_path(tick)).write_bytes(b"")
         if part == "manifest":
             break
-    with pytest.raises(InputError, match="truncated|damaged"):
+    with pytest.raises(InputError, match=r"truncated|damaged"):
         folder.mend()
     assert folder.sets()

@@ -32,7 +32,8 @@ async def watch(swarm: tuple[str, ...], *, every_s: float, console: Console | No
     console = console or Console(highlight=False)
     me = asyncio.current_task()
     if me is not None:  # a terminal must be given back, and the board left, also on SIGTERM
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, me.cancel)
+        for number in (signal.SIGTERM, signal.SIGHUP):  # a closed terminal too
+            asyncio.get_running_loop().add_signal_handler(number, me.cancel)
     async with reading_board(swarm) as board:
         observer = Observer(board, every_s)
         if not console.is_terminal:

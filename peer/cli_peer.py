@@ -27,7 +27,7 @@ the runs pass through this machine, code does not.
 """
 
 
-LEAST_MEMORY_BYTES = 384 << 20  # what an executor holds before any stage, and a little
+LEAST_MEMORY_BYTES = 512 << 20  # what an executor holds before any stage, and a little
 
 
 class _Parser(argparse.ArgumentParser):

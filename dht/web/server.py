@@ -309,7 +309,7 @@ async def serve(hub: Hub, sock: socket.socket, hosts: tuple[str, ...]) -> None:
     looking = asyncio.create_task(hub.serve(), name="observer")
     web = Server(config)
     server = asyncio.create_task(web.serve(sockets=[sock]), name="web")
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, lambda: setattr(web, "should_exit", True))
     try:
         done, _ = await asyncio.wait({looking, server}, return_when=asyncio.FIRST_COMPLETED)

@@ -242,7 +242,7 @@ def test_too_little_memory_in_the_swarm_is_bad_input_with_figures(place: Path) -
     small_run(place)
     wide = SMALL.replace("layers = 2", "layers = 3").replace("width = 16", "width = 768")
     (place / "wide.toml").write_text(wide)
-    peer = Peer(place / "peer", memory="400MiB")
+    peer = Peer(place / "peer", memory="512MiB")
     try:
         [address, *_] = peer.event("joined")["addresses"]
         peer.event("devices")

@@ -241,12 +241,12 @@ def test_the_scrubber_goes_back(scene: Scene, desktop: Any) -> None:
     from selenium.webdriver.common.keys import Keys
 
     open_page(desktop, scene)
-    now = int(until(lambda: text(desktop, ".figures span:nth-child(2) b"), "the step").replace(",", ""))
     until(lambda: int(js(desktop, "document.getElementById('when').max")) > 5, "some history")
-    keys(desktop, "h", Keys.HOME, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    now = int(until(lambda: text(desktop, ".figures span:nth-child(2) b"), "the step").replace(",", ""))
+    keys(desktop, "h", Keys.HOME, Keys.ARROW_RIGHT)
     until(lambda: "History: the swarm at" in text(desktop, "#notes"), "it says that this is history")
-    past = int(text(desktop, ".figures span:nth-child(2) b").replace(",", ""))
-    assert past < now
+    step = ".figures span:nth-child(2) b"
+    until(lambda: int(text(desktop, step).replace(",", "")) < now, "an earlier step")
     assert js(desktop, "document.getElementById('map').dataset.peers") != "0"
     assert text(desktop, "#status-text") == "history"
     shot(desktop, "history")

@@ -113,7 +113,7 @@ class Trainer:
         await self.transport.connect(peer["peer"], tuple(peer["addresses"]))
         host = Host(
             self.transport, peer["peer"], on_status=self.statuses.append, on_fault=self.on_fault,
-            channels=ChannelSettings(),
+            channels=ChannelSettings(), is_successor=lambda cert: signing.is_successor(cert, self.spec, self.epoch),
         )  # fmt: skip
         await host.open(hello or self.hello())
         return host

@@ -86,7 +86,7 @@ class Transform(Codec):
     def _encode_forward(self, x: torch.Tensor, key: FrameKey) -> tuple[wire.Body, Aux]:
         rows, mean = channels.remove_mean(channels.to_rows(x))
         gradient = self._axes["backward"]
-        axes, sent = self._refreshed("forward", rows, key, None if gradient is None else gradient)
+        axes, sent = self._refreshed("forward", rows, key, gradient)
         assert axes.analysis is not None
         y = axes.analysis.T.to(x.device) @ rows.T
         spread = (torch.einsum("ij,ij->i", y, y) / y.shape[1]).sqrt().cpu().numpy().astype(np.float64)

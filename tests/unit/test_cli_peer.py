@@ -9,6 +9,7 @@ import pytest
 from dht.errors import RecordError
 from fusion_p2p.errors import InputError
 from peer import cli_peer
+from peer.cli_peer_options import join_options, parser
 from peer.daemon import Daemon
 
 BAD = [
@@ -29,18 +30,18 @@ def test_what_cannot_be_parsed_is_one_line(line: list[str], said: str, capsys: p
 
 
 def test_memory_in_which_no_executor_lives_is_refused() -> None:
-    options = cli_peer.parser().parse_args(["join", "--memory", "5MiB", "--device", "cpu"])
+    options = parser().parse_args(["join", "--memory", "5MiB", "--device", "cpu"])
     with pytest.raises(InputError, match=r"--memory 5 MiB .* is too little: .*; give --memory 1GiB or more"):
-        cli_peer.join_options(options)
+        join_options(options)
 
 
 def test_a_refused_record_does_not_end_the_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("FUSION_HOME", str(tmp_path))
-    options = cli_peer.parser().parse_args(["join", "--memory", "1GiB", "--device", "cpu"])
+    options = parser().parse_args(["join", "--memory", "1GiB", "--device", "cpu"])
     monkeypatch.setattr("peer.devices.host_memory_bytes", lambda: 1 << 40)
-    daemon = Daemon(cli_peer.join_options(options), lambda ready: None, lambda findings: None)
+    daemon = Daemon(join_options(options), lambda ready: None, lambda findings: None)
 
     class Record:
         devices = ()

@@ -11,6 +11,7 @@ from dht.probe import Reach
 from fusion_p2p.errors import InputError
 from fusion_p2p.settings import OptimizerSpec
 from peer import caps, cli_peer, preflight
+from peer.cli_peer_options import join_options, parser
 from peer.errors import RefusedError
 from peer.peer_settings import apply_settings
 from peer.policy import Policy, check_run
@@ -28,7 +29,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def joined(*argv: str) -> object:
-    top = cli_peer.parser()
+    top = parser()
     return apply_settings(top, top.parse_args(["join", *argv]), ["join", *argv])
 
 
@@ -37,7 +38,7 @@ def test_the_file_gives_defaults_and_the_command_line_wins(tmp_path: Path) -> No
         'memory = "2GiB"\nupload-mbps = 20\nhours = "22:00-07:00"\nruns = ["aabbccdd"]\nloopback = true\nthreads = 3\n'
     )
     (tmp_path / "peer.toml").write_text(text)
-    options = cli_peer.join_options(joined("--threads", "1"))  # type: ignore[arg-type]
+    options = join_options(joined("--threads", "1"))  # type: ignore[arg-type]
     assert (options.memory_bytes, options.threads) == (2 << 30, 1)
     assert options.upload_bytes_per_s == 20e6 / 8
     assert (options.policy.hours, options.policy.owners) == ("22:00-07:00", ("aabbccdd",))

@@ -18,38 +18,32 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 import torch
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from dht.home import home, last_swarm
+from dht.home import home
 from fusion_p2p.adatopk import ladder_of
-from fusion_p2p.capture import Loss, capture, feed
+from fusion_p2p.capture import Loss, feed
 from fusion_p2p.errors import InputError
-from fusion_p2p.ir import OpDag
-from fusion_p2p.optim import AdamW, check, from_torch
 from fusion_p2p.plan import Numerics, Plan
 from fusion_p2p.settings import OptimizerSpec
-from fusion_p2p.snapshot import from_bytes, initial_state, to_bytes, weights, weights_blake2b
-from fusion_p2p.split import StageProgram
+from fusion_p2p.snapshot import from_bytes, weights, weights_blake2b
 from peer.api_loop import LoopThread
-from peer.api_session import Initial, SwarmSession, open_session
-from peer.channel_io import ChannelSettings
-from peer.data import Batch, Source, tensor_batch
-from peer.data_stream import SpooledSource, as_source
-from peer.errors import SignatureError
+from peer.api_open import Opened, addresses_of, channels_of, created, optimizer_of, position, reopened
+from peer.api_session import open_session
+from peer.data import Batch
+from peer.data_stream import SpooledSource, as_source, in_parts
 from peer.events import EvalResult, Happening, RunEvent, Sink, StepResult
 from peer.interrupts import SESSION_S, undisturbed
 from peer.lab.local_swarm import LocalSwarm
-from peer.report import Report
+from peer.report import Report, TrainSummary, summary
 from peer.run_checks import check_run
 from peer.run_control import SESSION_LOCK, TrainerLock
-from peer.signing import check_own, load_or_create_key, make_run_spec
+from peer.signing import load_or_create_key
 from peer.trainer import AHEAD, step_result
 from peer.trainer_host import RunPaused
 from peer.trainer_live import TrainerOptions
@@ -60,29 +54,6 @@ __all__ = ["LocalSwarm", "Run", "RunPaused", "TrainSummary"]
 
 REPORT_WAIT_S, DONE_S = 4.0, 9.0
 SAVE_EVERY = 50
-
-
-class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What `Run.train` did. Rates leave out the first step, which fills the pipeline."""
-
-    steps: int
-    first_loss: float
-    last_loss: float
-    seconds: float
-    tokens_per_s: float
-    samples_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """What an open run holds."""
-
-    loop: LoopThread
-    session: SwarmSession
-    folder: RunFolder
-    dag: OpDag
-    constants: Mapping[str, Any]
-    source: Source
 
 
 class Run:
@@ -156,7 +127,7 @@ class Run:
         self._compression = compression
         self._model, self._data, self._loss = model, data, loss
         self._name, self._description, self._seed = name, description, seed
-        self._optimizer = _optimizer(optimizer, model, clip_norm)
+        self._optimizer = optimizer_of(optimizer, model, clip_norm)
         self._numerics = Numerics(
             cuts=(),
             micro_batches=micro_batches,
@@ -173,7 +144,7 @@ class Run:
         self._report = Report()
         self._sinks: tuple[Sink, ...] = (self._report, *on)
         self._closing = contextlib.ExitStack()
-        self._open_run: _Opened | None = None
+        self._open_run: Opened | None = None
         self._temporary: Path | None = None
         self._created: RunFolder | None = None
         self._saved_step = 0
@@ -255,33 +226,35 @@ class Run:
         owner = load_or_create_key(home() / "owner.key")
         if isinstance(self._swarm, LocalSwarm) and not self._swarm.volunteers:  # else it is the caller's to end
             self._closing.enter_context(self._swarm)  # volunteers measure themselves while we capture
-        constants: Mapping[str, Any] = {}
-        initial: Initial = _no_initial
         if self._resuming:
-            try:
-                check_own(folder.spec()[0], owner)
-            except SignatureError as error:
-                raise InputError(f"{folder.root}: {error}") from None
-            for line in folder.mend():
-                self._hear(RunEvent(kind="notice", text=line, time_s=time.time()))
-            dag = msgspec.json.decode(folder.opdag(), type=OpDag)
-            manifest = folder.manifest()
+            begun, manifest = reopened(folder, source, owner, self._notice)
             self._numerics, self._saved_step = manifest.numerics, manifest.step
-            source.load_state_dict(msgspec.json.decode(manifest.data_state))
         else:
-            dag, constants, initial = self._create(folder, source, owner)
+            begun = created(
+                folder,
+                source,
+                owner,
+                model=self._model,
+                loss=self._loss,
+                name=self._name,
+                description=self._description,
+                seed=self._seed,
+                optimizer=self._optimizer,
+                micro_batch_size=self._numerics.micro_batch_size,
+            )
+            self._created = folder
         loop = LoopThread(f"run {self._name}")
         self._closing.callback(loop.stop)
         loop.start()
         local = isinstance(self._swarm, LocalSwarm)
         work = open_session(
-            addresses=self._addresses(),
+            addresses=addresses_of(self._swarm),
             loopback=local,
             compute=self._compute and not local,
             allow_peers=self._allow_peers,
             folder=folder,
             owner=owner,
-            dag=dag,
+            dag=begun.dag,
             options=TrainerOptions(
                 numerics=self._numerics,
                 stages=self._stages,
@@ -290,49 +263,17 @@ class Run:
                 peers=self._swarm.peers if isinstance(self._swarm, LocalSwarm) else 1,
                 recover_s=self._recover_s,
                 mark_interval=self._save_every,
-                channels=_channels(self._swarm),
+                channels=channels_of(self._swarm),
             ),
-            initial=initial,
+            initial=begun.initial,
             sink=self._hear,
             total_steps=self._total_steps,
-            data_state=_position(source),
+            data_state=position(source),
         )
-        self._open_run = _Opened(loop, loop.call(work), folder, dag, constants, source)
+        self._open_run = Opened(loop, loop.call(work), folder, begun, source)
 
-    def _create(
-        self, folder: RunFolder, source: Source, owner: Ed25519PrivateKey
-    ) -> tuple[OpDag, Mapping[str, Any], Initial]:
-        """Capture the model and sign the spec."""
-        if folder.exists:
-            raise InputError(f"{folder.root} holds a run already; continue it with: fusion-run resume {folder.root}")
-        if self._model is None:
-            raise InputError("a new run needs a model; to continue one use Run.resume(run_dir, data=...)")
-        start = source.state_dict()
-        example = source.next_batch(self._numerics.micro_batch_size)
-        source.load_state_dict(start)
-        captured = capture(self._model, example, loss=self._loss, seed=self._seed)
-        _, signed = make_run_spec(
-            owner,
-            name=self._name,
-            opdag_hash=captured.opdag.hash,
-            seed=self._seed,
-            optimizer=self._optimizer,
-            created=time.time(),
-            description=self._description,
-        )
-        folder.create(signed, captured.opdag.to_bytes())
-        self._created = folder
-        state = {name: t.detach().clone() for name, t in captured.state.items()}
-        return captured.opdag, captured.constants, lambda program: to_bytes(initial_state(state, program))
-
-    def _addresses(self) -> tuple[str, ...]:
-        if isinstance(self._swarm, LocalSwarm):
-            return tuple(self._swarm.addresses)
-        given = (self._swarm,) if isinstance(self._swarm, str) else tuple(self._swarm or ())
-        found = given or tuple(os.environ.get("FUSION_SWARM", "").split()) or last_swarm()
-        if not found:
-            raise InputError("no swarm: pass swarm=ADDRESS or a LocalSwarm, set FUSION_SWARM, or run fusion-peer join")
-        return found
+    def _notice(self, line: str) -> None:
+        self._hear(RunEvent(kind="notice", text=line, time_s=time.time()))
 
     def _hear(self, happening: Happening) -> None:
         for sink in self._sinks:
@@ -368,38 +309,28 @@ class Run:
         """Train `count` steps; blocks."""
         begin = time.perf_counter()
         done = list(self.steps(count))
-        counted = done[1:] or done
-        seconds = sum(s.step_time_s for s in counted)
-        return TrainSummary(
-            steps=len(done),
-            first_loss=done[0].loss if done else float("nan"),
-            last_loss=done[-1].loss if done else float("nan"),
-            seconds=time.perf_counter() - begin,
-            tokens_per_s=sum(s.tokens for s in counted) / seconds if seconds else 0.0,
-            samples_per_s=sum(s.samples for s in counted) / seconds if seconds else 0.0,
-        )
+        return summary(done, time.perf_counter() - begin)
 
     def evaluate(self, data: Any) -> float:
         """Mean loss over every sample of `data` (batches, or a source of ours), in eval mode on the swarm.
 
-        Changes nothing. A batch may have any number of samples.
+        Changes nothing. A batch may have any number of samples: a large one passes in parts of a global batch's size.
         """
-        once = getattr(data, "once", None)
-        batches = data if once is None else once(self._numerics.micro_batches * self._numerics.micro_batch_size)
+        samples = self._numerics.micro_batches * self._numerics.micro_batch_size
         under_way = deque[asyncio.Future[TickResult]]()
-        total, samples = 0.0, 0
-        for element in itertools.chain(batches, itertools.repeat(None, AHEAD)):
-            if element is not None:
+        total, seen = 0.0, 0
+        for part in itertools.chain(in_parts(data, samples), itertools.repeat(None, AHEAD)):
+            if part is not None:
                 self._save_if_due()
-                under_way.append(self._release(tensor_batch(element), training=False))
-            if under_way and (element is None or len(under_way) >= AHEAD):
+                under_way.append(self._release(part, training=False))
+            if under_way and (part is None or len(under_way) >= AHEAD):
                 result = self._wait(under_way.popleft())
                 size = sum(result.header.sizes)
-                total, samples = total + result.loss * size, samples + size
-        if not samples:
+                total, seen = total + result.loss * size, seen + size
+        if not seen:
             raise InputError("evaluate got no batches; pass at least one")
-        self._hear(EvalResult(step=self.step, loss=total / samples, samples=samples))
-        return total / samples
+        self._hear(EvalResult(step=self.step, loss=total / seen, samples=seen))
+        return total / seen
 
     def _release_next(self) -> asyncio.Future[TickResult]:
         samples = self._numerics.micro_batches * self._numerics.micro_batch_size
@@ -408,7 +339,7 @@ class Run:
 
     def _release(self, batch: Batch, *, training: bool) -> asyncio.Future[TickResult]:
         o = self._opened()
-        return o.loop.call(o.session.trainer.release(feed(o.dag, batch, o.constants), training=training))
+        return o.loop.call(o.session.trainer.release(feed(o.begun.dag, batch, o.begun.constants), training=training))
 
     def _wait(self, future: asyncio.Future[TickResult]) -> TickResult:
         o = self._opened()
@@ -419,7 +350,7 @@ class Run:
     def save(self) -> int:
         """A complete set in the run folder, verified; the step it holds. `Run.resume` goes on from the newest."""
         o = self._opened()
-        manifest = o.loop.call(o.session.trainer.save(_position(o.source)))
+        manifest = o.loop.call(o.session.trainer.save(position(o.source)))
         self._saved_step = manifest.step
         if isinstance(o.source, SpooledSource):
             oldest = o.folder.manifest(o.folder.sets()[0])
@@ -434,7 +365,7 @@ class Run:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Every persistent parameter and buffer as it is now, tied names too: loads with strict=True."""
-        dag, held = self._opened().dag, self._weights()
+        dag, held = self._opened().begun.dag, self._weights()
         hidden = {b.name for b in dag.buffers if not b.persistent}
         held.update((alias, held[name]) for alias, name in dag.aliases.items())
         return {n: t for n, t in held.items() if n not in hidden and dag.aliases.get(n) not in hidden}
@@ -463,31 +394,7 @@ class Run:
         folder = self._opened().folder
         return weights(from_bytes(data) for data in folder.snapshots(folder.manifest()).values())
 
-    def _opened(self) -> _Opened:
+    def _opened(self) -> Opened:
         if self._open_run is None:
             raise InputError("the run is not open; use it inside: with fusion_p2p.Run(...) as run")
         return self._open_run
-
-
-def _optimizer(
-    given: OptimizerSpec | torch.optim.Optimizer | None, model: torch.nn.Module | None, clip_norm: float | None
-) -> OptimizerSpec:
-    spec = from_torch(given, model) if isinstance(given, torch.optim.Optimizer) else given or AdamW(3e-4)
-    return spec if clip_norm is None else check(msgspec.structs.replace(spec, clip_norm=clip_norm))
-
-
-def _channels(swarm: object) -> ChannelSettings:
-    """Heartbeats as the volunteers of a local swarm have them."""
-    return (
-        ChannelSettings(beat_s=swarm.beat_s, dead_s=swarm.dead_s)
-        if isinstance(swarm, LocalSwarm)
-        else ChannelSettings()
-    )
-
-
-def _position(source: Source) -> bytes:
-    return msgspec.json.encode(source.state_dict())
-
-
-def _no_initial(program: StageProgram) -> bytes:
-    raise InputError(f"the run folder lacks the first snapshot of stage {program.stage}; start a new run")

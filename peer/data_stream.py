@@ -41,6 +41,18 @@ def as_source(data: object, spool: Path) -> Source:
     raise InputError(f"data is {type(data).__name__}; give an iterable of batches")
 
 
+def in_parts(data: Any, samples: int) -> Iterator[Batch]:
+    """Every sample of `data` once, in order, in batches of at most `samples`: what is larger is cut.
+
+    `data`: batches, or a source of ours with `once`.
+    """
+    once = getattr(data, "once", None)
+    for element in data if once is None else once(samples):
+        batch = tensor_batch(element)
+        for start in range(0, rows(batch), samples):
+            yield slice_rows(batch, start, min(start + samples, rows(batch)))
+
+
 class _Restarting:
     """Elements of an iterable, started again at each end."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -33,20 +34,44 @@ class Report:
             case LinkBytes(sent=sent):
                 self.bytes_sent = dict(sent)
 
-    def rate(self, per_step: str) -> float:
-        """`per_step` ("tokens" or "samples") per second over all steps but the first, which fills the pipeline."""
-        counted = self.steps[1:] or self.steps
-        seconds = sum(s.step_time_s for s in counted)
-        return float(sum(getattr(s, per_step) for s in counted) / seconds) if seconds > 0 else 0.0
-
     def as_dict(self, weights: str) -> dict[str, Any]:
         return {
             "steps": [{"step": s.step, "loss": s.loss, "step_time_s": s.step_time_s} for s in self.steps],
             "evals": [msgspec.to_builtins(e) for e in self.evals],
-            "tokens_per_s": self.rate("tokens"),
-            "samples_per_s": self.rate("samples"),
+            "tokens_per_s": rate(self.steps, "tokens"),
+            "samples_per_s": rate(self.steps, "samples"),
             "plan": msgspec.to_builtins(self.plan),
             "bytes_sent": self.bytes_sent,
             "events": [msgspec.to_builtins(e) for e in self.events],
             "weights_blake2b": weights,
         }
+
+
+class TrainSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What `Run.train` did. Rates leave out the first step, which fills the pipeline."""
+
+    steps: int
+    first_loss: float
+    last_loss: float
+    seconds: float
+    tokens_per_s: float
+    samples_per_s: float
+
+
+def summary(done: Sequence[StepResult], seconds: float) -> TrainSummary:
+    """`seconds`: by the wall clock, all of it."""
+    return TrainSummary(
+        steps=len(done),
+        first_loss=done[0].loss if done else float("nan"),
+        last_loss=done[-1].loss if done else float("nan"),
+        seconds=seconds,
+        tokens_per_s=rate(done, "tokens"),
+        samples_per_s=rate(done, "samples"),
+    )
+
+
+def rate(steps: Sequence[StepResult], per_step: str) -> float:
+    """`per_step` ("tokens" or "samples") per second over all steps but the first, which fills the pipeline."""
+    counted = steps[1:] or steps
+    seconds = sum(s.step_time_s for s in counted)
+    return float(sum(getattr(s, per_step) for s in counted) / seconds) if seconds > 0 else 0.0

@@ -136,11 +136,14 @@ def test_a_codec_sends_less_and_the_same_bits_each_time(swarm: LocalSwarm, compr
 def test_evaluation_and_early_exit_change_nothing_else(swarm: LocalSwarm) -> None:
     batches = plain.token_batches(8, MICRO_BATCHES * SIZE)
     undisturbed = train(swarm, plain.gpt2(), batches, steps=6, stages=2)
-    held_out = plain.token_batches(2, 5, seed=9)
+    held_out = plain.token_batches(2, 21, seed=9)  # larger than a global batch: passes in parts
     with Run(
         plain.gpt2(), data=batches, swarm=swarm, stages=2, optimizer=ADAMW, micro_batches=4, micro_batch_size=2
     ) as run:
         before = run.evaluate(held_out)
+        with torch.no_grad():
+            untrained = plain.gpt2().eval()
+            assert before == pytest.approx(sum(float(untrained(**b).loss) for b in held_out) / 2, rel=1e-6)
         for step in run.steps(100):
             if step.step == 3:
                 break  # steps 4 and 5 were under way at most

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from fusion_p2p.errors import InputError
 from peer import config
-from peer.data import Source, TokenSource, epoch_order, rows
+from peer.data import Source, TokenSource, epoch_order, join_rows, rows
 from peer.data_open import open_data, package_text, read_idx
 from peer.data_state import from_plain, to_plain
-from peer.data_stream import SpooledSource, as_source
+from peer.data_stream import SpooledSource, as_source, in_parts
 from peer.tokenize_text import BytesTokenizer, kept_tokenizer, open_tokenizer
 
 TEXT = "".join(f"line {i} says that {i * i} is its square.\n" for i in range(400))
@@ -49,6 +49,17 @@ def test_windows_predict_each_token_once() -> None:
     assert predicted == list(range(1, 63 * source.samples + 1))
     limited = list(source.once(4, limit=6))
     assert [rows(b) for b in limited] == [4, 2]
+
+
+def test_a_large_batch_passes_in_parts_and_no_sample_is_lost() -> None:
+    sizes = (1, 37, 8, 16)
+    batches = [{"x": torch.arange(size) + 100 * i} for i, size in enumerate(sizes)]
+    parts = list(in_parts(batches, 8))
+    assert [rows(p) for p in parts] == [1, 8, 8, 8, 8, 5, 8, 8, 8]
+    whole, again = join_rows([*batches]), join_rows(parts)
+    assert isinstance(whole, dict) and isinstance(again, dict) and torch.equal(whole["x"], again["x"])
+    source = TokenSource(np.arange(100, dtype=np.uint16), 10, seed=0, shuffle=False)
+    assert sum(rows(p) for p in in_parts(source, 4)) == source.samples
 
 
 @given(st.integers(1, 40), st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 2**31 - 1))

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.bench.rows import arguments
+
 TOPICS = ("main_job", "opdag", "opfence", "adatopk", "swarm", "elastic", "monitor", "netlab")
 
 
 def main(args: list[str]) -> int:
+    arguments(__doc__ or "", "each topic's quick form").parse_args(args)
     worst = 0
     for topic in TOPICS:
         if not (Path(__file__).parent / f"{topic}.py").exists():

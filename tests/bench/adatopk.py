@@ -1,4 +1,4 @@
-"""AdaTopK's bench: `python -m tests.bench.adatopk [--quick | --soak] [--json]`, one thread.
+"""AdaTopK's bench: one thread.
 
 --quick leaves out training; the full form fine-tunes (about an hour of one core, the pretrained start is cached);
 --soak adds 2,000 steps from scratch and a million mutated frames, and writes the curves to results/.
@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -20,7 +19,7 @@ import torch
 from fusion_p2p.codec import FrameKey, indices, parse
 from fusion_p2p.codec.selection import select
 from tests.bench import adatopk_model as small
-from tests.bench.rows import Row, at_least, at_most, report
+from tests.bench.rows import Row, arguments, at_least, at_most, report
 
 KEY = FrameKey(seed=1, step=1, micro_batch=0, value=1)
 RESULTS = Path(__file__).parent / "results"
@@ -185,11 +184,8 @@ def training_rows() -> Iterator[Row]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--quick", action="store_true", help="no training")
-    form.add_argument("--soak", action="store_true", help="also 2,000 steps from scratch and a million mutations")
+    parser = arguments(__doc__ or "", "no training")
+    parser.add_argument("--soak", action="store_true", help="also 2,000 steps from scratch and a million mutations")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     real = not args.quick

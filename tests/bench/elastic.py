@@ -1,4 +1,4 @@
-"""Elastic and exact, in figures: `python -m tests.bench.elastic [--quick] [--json]`.
+"""Elastic and exact, in figures.
 
 Faults befall real processes of this machine. Seconds are from the fault to the first new step of the trainer, minus
 nothing: a complete set is made just before, so that at most the steps under way are replayed.
@@ -27,7 +27,7 @@ from peer.lab.undisturbed import undisturbed_weights
 from tests.bench.main_job import DISTURBED, Turn, turn
 from tests.bench.main_job import batches as demo_batches
 from tests.bench.main_job import model as demo_model
-from tests.bench.rows import Row, at_most, report
+from tests.bench.rows import Row, arguments, at_most, report
 from tests.cluster import plain
 
 ADAMW = fusion_p2p.AdamW(lr=3e-3, clip_norm=1.0)
@@ -189,7 +189,8 @@ def memory(steps: int) -> list[Row]:
 
 
 def main(args: list[str]) -> int:
-    quick = "--quick" in args
+    options = arguments(__doc__ or "", "shorter runs").parse_args(args)
+    quick = options.quick
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="fusion-bench-") as home:
         os.environ["FUSION_HOME"] = home
@@ -201,7 +202,7 @@ def main(args: list[str]) -> int:
         rows += memory(300 if quick else 2000)
         if not quick:
             rows.append(chaos(1, 25, 300, CODEC))
-    return report(rows, "--json" in args)
+    return report(rows, options.json)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """The monitor's bounds: first picture, 1,000 peers on the map, the server's memory, look-ups a refresh.
 
-`python -m tests.bench.monitor [--json] [--quick]`. The swarms are real boards on loopback; the 1,000 peers' records are
+The swarms are real boards on loopback; the 1,000 peers' records are
 signed by 1,000 keys and published by a few boards. Browser rows are left out where there is no chromium.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import shutil
@@ -23,7 +22,7 @@ import psutil
 import uvloop
 
 from dht.monitor_observer import Observer, reading_board
-from tests.bench.rows import Row, at_most, report
+from tests.bench.rows import Row, arguments, at_most, report
 from tests.cluster import monitor_swarm
 from tests.cluster.monitor_swarm import Swarm
 
@@ -144,10 +143,7 @@ async def rows(quick: bool) -> list[Row]:
 
 
 def main(args: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.monitor")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="15 s of history instead of 60")
-    options = parser.parse_args(args)
+    options = arguments(__doc__ or "", "15 s of history instead of 60").parse_args(args)
     return report(uvloop.run(rows(options.quick)), options.json)
 
 

@@ -1,12 +1,10 @@
 """OP-DAG: interpreter against eager, capture and admission time, bytes per node, what crosses an 8-way split.
 
-`python -m tests.bench.opdag [--json] [--quick]`. Times are CPU seconds of this process on one thread, both sides in
-turn, so that other processes disturb little; `--quick` takes small models and few repetitions.
+Times are CPU seconds of this process on one thread, both sides in turn, so that other processes disturb little.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +20,7 @@ from fusion_p2p.errors import AdmissionError
 from fusion_p2p.seeded import RngKey
 from fusion_p2p.split import split
 from fusion_p2p.workload import atoms
-from tests.bench.rows import Row, at_most, report
+from tests.bench.rows import Row, arguments, at_most, report
 
 Model = tuple[nn.Module, dict[str, torch.Tensor]]
 
@@ -160,13 +158,10 @@ def rows(quick: bool) -> Iterator[Row]:
     yield interpreter_over_eager("ResNet-50", *resnet50(64 if quick else 112, 2 if quick else 4), repeats)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
+def main(args: list[str]) -> int:
+    options = arguments(__doc__ or "", "small models and few repetitions").parse_args(args)
     return report(rows(options.quick), options.json)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,7 @@
-"""OP-Fence's table: simulated step times, the same compression on both sides. `--quick`: fewer draws and networks."""
+"""OP-Fence's table: simulated step times, the same compression on both sides."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from fusion_p2p.planner.costs import Chain, Costs
 from fusion_p2p.planner.proposal import make_costs
 from fusion_p2p.planner.replan import absorb, weigh
 from fusion_p2p.planner.simulate import simulate
-from tests.bench.rows import Row, at_least, at_most, report
+from tests.bench.rows import Row, arguments, at_least, at_most, report
 
 BEDS = Path(__file__).parents[2] / "examples" / "testbeds"
 TESTBEDS = ("T1", "T2", "T3", "T4m")
@@ -188,10 +187,7 @@ def estimator() -> Iterator[Row]:
 
 
 def main(args: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.opfence")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args(args)
+    options = arguments(__doc__ or "", "fewer draws and networks").parse_args(args)
     count = 3 if options.quick else 10
     rows = [*ratios(count), *step_times(count), *predictions(), *optimum(20 if options.quick else 50)]
     rows += [*planning_time(2 if options.quick else 5), *robustness(2 if options.quick else 5)]

@@ -1,4 +1,4 @@
-"""The swarm: fences elected, control traffic, a real cluster. `python -m tests.bench.swarm [--json] [--quick]`.
+"""The swarm: fences elected, control traffic, a real cluster.
 
 Simulated peers are the real state machines over a simulated board and links (tests/sim/fence_world.py); traffic uses
 hivemind's own search and messages with sealed records (tests/sim/dht_traffic.py).
@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.bench.rows import Row, at_least, at_most, report
+from tests.bench.rows import Row, arguments, at_least, at_most, report
 from tests.sim.dht_traffic import Tally, search_cost
 from tests.sim.fence_world import NEW_ROUND_S, ROUND_S, Faults, World, make_sites
 
@@ -194,11 +194,12 @@ async def cluster() -> list[Row]:
 
 
 def main(args: list[str]) -> int:
-    quick = "--quick" in args
+    options = arguments(__doc__ or "", "fewer peers, seeds and hours").parse_args(args)
+    quick = options.quick
     rows, world = formation(quick)
     rows += noise(world, quick) + traffic(quick, world) + deaths(quick) + day(quick)
     rows += asyncio.run(cluster())
-    return report(rows, "--json" in args)
+    return report(rows, options.json)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ def _peer_json(peer: PeerRecord, now: float) -> dict[str, Any]:
         "state": peer.state,
         "fence": peer.fence,
         "hours": peer.hours or None,
+        "place": peer.place or None,
         "age_s": _age(peer.published, now),
         "devices": [{name: getattr(d, name) for name in Device.__struct_fields__} for d in peer.devices],
         "work": [{"run": w.run, "stage": w.stage} for w in peer.work],
@@ -105,11 +106,19 @@ def _run_json(view: RunView, now: float) -> dict[str, Any]:
         "owner": run.owner.hex(),
         "reason": run.reason or None,
         "since": run.since or None,
+        "wanted_peers": run.wanted_peers,
+        "wanted_bytes": run.wanted_bytes or None,
         "created": run.created,
         "age_s": _age(run.published, now),
         "stages": [{"stage": s.stage, "replica": s.replica, "peer": s.peer, "device": s.device} for s in view.stages],
         "links": [
-            {"src": link.src, "dst": link.dst, "bytes_sent": link.bytes_sent, "codec": link.codec or None}
+            {
+                "src": link.src,
+                "dst": link.dst,
+                "bytes_sent": link.bytes_sent,
+                "codec": link.codec or None,
+                "why": link.why or None,
+            }
             for link in view.links
         ],
         "events": [{"time": e.time, "text": e.text} for e in view.events],

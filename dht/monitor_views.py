@@ -50,7 +50,8 @@ class Hosting(msgspec.Struct, frozen=True):
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`state`: what it says, or "late" (a refresh is missing), "silent" (two are), "left" (it said so).
 
-    Rates are those of its runs' links, by the run's owner; `compression` is uncompressed bytes over bytes, out and in.
+    Rates are those of its runs' links, by the run's owner; `compression`, out and in, is uncompressed bytes (an
+    estimate) over bytes. `place` is in its owner's words.
     """
 
     peer: str
@@ -59,6 +60,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     fence: str | None
     leads: bool
     hours: str | None
+    place: str | None = None
     reach: Literal["direct", "relay", "none"] | None
     published: float
     devices: tuple[DeviceInfo, ...]
@@ -106,7 +108,8 @@ class StageInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Stage -1 is the trainer. `bytes_per_s` is the mean over a step."""
+    """Stage -1 is the trainer. `bytes_per_s` is the mean over a step. `compression` is an estimate by the codec's own
+    figures; `why`: the plan's reason for the codec."""
 
     src: int
     dst: int
@@ -117,6 +120,7 @@ class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float | None
     codec: str | None
     compression: float | None
+    why: str | None = None
 
 
 class EventInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,7 +218,8 @@ def peer_info(record: PeerRecord, now: float, runs: Mapping[str, RunView], leads
     return PeerInfo(
         peer=record.peer, version=wary.text("its version", record.version, 64), state=state,
         fence=None if record.fence == NO_FENCE else clean(record.fence), leads=leads,
-        hours=wary.text("its hours", record.hours, 32) or None, reach=record.reach or None,
+        hours=wary.text("its hours", record.hours, 32) or None, place=wary.text("its place", record.place, 32) or None,
+        reach=record.reach or None,
         published=record.published, devices=devices, hosts=hosts, warnings=tuple(dict.fromkeys(wary.warnings)),
     )  # fmt: skip
 
@@ -285,6 +290,7 @@ def _link_info(k: LinkBytes, host: Mapping[int, str], step_s: float | None, wary
         bytes_per_s=per_step / step_s if per_step and step_s else None,
         codec=wary.text("a codec", k.codec, 32) or None,
         compression=round(dense / per_step, 2) if dense and per_step else None,
+        why=wary.text("a codec's reason", k.why, 120) or None,
     )  # fmt: skip
 
 

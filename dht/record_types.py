@@ -45,7 +45,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PeerRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="peer"):
-    """What a peer offers and does now. `hours` is local time, "22:00-07:00", "" for always."""
+    """What a peer offers and does now. `hours` is local time, "22:00-07:00", "" for always. `place`: roughly where it
+    is, in its owner's words, if they chose to say."""
 
     peer: PeerText
     version: Name
@@ -59,6 +60,7 @@ class PeerRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     leader: Annotated[str, Meta(max_length=64)] = ""  # of the fence, as this member sees it; "" for none
     term: Count = 0
     reach: Literal["", "direct", "relay", "none"] = ""  # how others reach it, as another peer tried; "" unknown
+    place: Annotated[str, Meta(max_length=32)] = ""
 
 
 class RunRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="run"):
@@ -100,7 +102,8 @@ class StageHost(msgspec.Struct, frozen=True, array_like=True):
 class LinkBytes(msgspec.Struct, frozen=True, array_like=True):
     """Bytes sent from stage `src` to stage `dst` since the run's start (-1: the trainer), and the codec in force.
 
-    Of the last steps: bytes a step, and what they would be uncompressed; 0 unknown.
+    Of the last steps: bytes a step, and what they would be uncompressed by the codec's own estimate; 0 unknown.
+    `why`: the plan's reason for the codec, "" where it says none.
     """
 
     src: Annotated[int, Meta(ge=-1, le=1 << 20)]
@@ -109,6 +112,7 @@ class LinkBytes(msgspec.Struct, frozen=True, array_like=True):
     codec: Annotated[str, Meta(max_length=32)] = ""
     bytes_per_step: Size = 0
     dense_bytes_per_step: Size = 0
+    why: Annotated[str, Meta(max_length=120)] = ""
 
 
 class StageFigures(msgspec.Struct, frozen=True, array_like=True):

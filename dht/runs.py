@@ -9,6 +9,8 @@ import msgspec
 from dht import records
 from dht.records import Record, RunEvents, RunFigures, RunLinks, RunRecord, RunStages
 
+_LINKS = 8  # in a record: with their reasons they stay within 2 KB
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
@@ -46,8 +48,8 @@ def split_run(view: RunView) -> tuple[Record, ...]:
     out: list[Record] = [view.run]
     for part, at in enumerate(range(0, len(view.stages), 16)):
         out.append(RunStages(run=run, owner=owner, part=part, plan=plan, stages=view.stages[at : at + 16]))
-    for part, at in enumerate(range(0, len(view.links), 24)):
-        out.append(RunLinks(run=run, owner=owner, part=part, plan=plan, links=view.links[at : at + 24]))
+    for part, at in enumerate(range(0, len(view.links), _LINKS)):
+        out.append(RunLinks(run=run, owner=owner, part=part, plan=plan, links=view.links[at : at + _LINKS]))
     for part, at in enumerate(range(0, len(view.figures), 16)):
         out.append(RunFigures(run=run, owner=owner, part=part, plan=plan, stages=view.figures[at : at + 16]))
     if view.events:

@@ -14,7 +14,7 @@ from rich.segment import SegmentLines
 from rich.table import Table
 from rich.text import Text
 
-from dht.monitor import UNKNOWN, count_text, short_peer
+from dht.monitor import UNKNOWN, count_text, short_peer, size_text
 from dht.monitor_observer import Observer, Sight, reading_board
 from dht.monitor_views import EventInfo, PeerInfo, Picture, RunInfo
 
@@ -127,7 +127,8 @@ class Screen:
             since = f" for {_span(now - r.since)}" if r.since else ""
             text.append(f"{r.state}{since}: {r.reason or 'no reason given'}", style="yellow")
             if r.wanted_peers:
-                text.append(f"  wants {r.wanted_peers} more peer(s)")
+                each = f" with {size_text(r.wanted_bytes)} each" if r.wanted_bytes else ""
+                text.append(f"  wants {count_text(r.wanted_peers, 'more peer')}{each}")
         elif r.why is not None and r.why.kind != "unknown":
             text.append(f"{r.why.text}", style="yellow" if r.why.kind in ("stage", "link") else "dim")
         if len(losses) > 2 and width >= 100:
@@ -179,7 +180,7 @@ def _peers(p: Picture, room: int, width: int, now: float) -> Table:
     wide = width >= 120
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", expand=False)
     names = ["PEER", "STATE", "DEVICE", "SPEED", "STAGE", "UP", "DOWN"]
-    names += ["SQUEEZE", "HOURS", "REACH", "FENCE", "VERSION"] if wide else []
+    names += ["SQUEEZE~", "HOURS", "REACH", "FENCE", "VERSION"] if wide else []
     for name in [*names, "SEEN"]:
         table.add_column(name, no_wrap=True, justify="right" if name in ("SPEED", "UP", "DOWN", "SEEN") else "left")
     peers = sorted(p.peers, key=lambda x: (_RANK[x.state], x.peer))

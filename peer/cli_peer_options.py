@@ -115,6 +115,7 @@ def _add_join(sub: argparse.ArgumentParser) -> None:
     add("--disk", type=_size, metavar="SIZE", help="most that snapshots of others may take on disk (default: no cap)")
     add("--monthly-gb", type=_rate, metavar="GB", help="most traffic a month, both ways, in GB (default: no cap)")
     add("--hours", default="", metavar="SPAN", help="local time in which to compute, 22:00-07:00 (default: always)")
+    add("--place", type=_place, default="", metavar="WORDS", help="roughly where, for the monitor (default: not said)")
     add("--runs", nargs="+", default=[], metavar="OWNER", help="accept only runs of these owners' keys (default: any)")
     add("--swarm-key", metavar="KEY", help=_KEY_HELP)
     add(
@@ -136,6 +137,12 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
     return value
+
+
+def _place(text: str) -> str:
+    if len(text) > 32 or any(not c.isalpha() and c not in " -,." for c in text):
+        raise argparse.ArgumentTypeError(f"{text!r}: a place is at most 32 letters, as in --place 'northern Spain'")
+    return text
 
 
 def _seconds(text: str) -> float:
@@ -203,6 +210,7 @@ def join_options(options: argparse.Namespace) -> JoinOptions:
         listen=listen,
         home=home(),
         name=options.name or os.uname().nodename,
+        place=options.place,
         devices=names,
         memory_bytes=memory,
         vram_bytes=options.vram or 0,

@@ -52,6 +52,7 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     listen: tuple[str, ...] = p2p.ANY_ADDRESS
     home: Path
     name: str = ""
+    place: str = ""
     devices: tuple[str, ...] = ("cpu",)
     memory_bytes: int
     vram_bytes: int = 0
@@ -268,7 +269,7 @@ class Daemon:
         work = tuple(records.Work(run, stage) for run, stage in sorted(v.stages))[:16]
         return records.PeerRecord(
             peer=v.peer_id, version=_version(), devices=tuple(found), addresses=self._addresses[:8],
-            hours=v.policy.hours, state=self._state(), work=work, reach=self._reach,
+            hours=v.policy.hours, state=self._state(), work=work, reach=self._reach, place=self._options.place,
         )  # fmt: skip
 
     def _publish(self, board: Board) -> None:

@@ -41,7 +41,8 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """`kind`: phase, plan, refused, lost, recovered, saved, waiting, resumed, stopped. `text` is one line."""
+    """`kind`: phase, plan, refused, lost, recovered, saved, waiting, resumed, stopped, wanted (volunteers are).
+    `text` is one line."""
 
     kind: str
     text: str
@@ -50,6 +51,7 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
     peer: str = ""
     stage: int = -1
     wanted_peers: int = 0  # more volunteers that the run waits for, now
+    wanted_bytes: int = 0  # device memory that each of them should offer
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "text", one_line(self.text, MAX_TEXT))

@@ -57,6 +57,16 @@ class PlanRequest:
     mark_interval: int = 0  # steps between complete sets; 0: none is promised, so nothing is logged
 
 
+class NoRoomError(InputError):
+    """No volunteer has `need_bytes` of device memory free for stage `stage`."""
+
+    def __init__(self, stage: int, need_bytes: int) -> None:
+        super().__init__(
+            f"no volunteer has {_mib(need_bytes)} free for stage {stage}; it waits for one: fusion-peer join ADDRESS"
+        )
+        self.stage, self.need_bytes = stage, need_bytes
+
+
 def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> Plan:
     """The plan of least predicted step time, on devices of the run's class. `atoms`: of one micro-batch.
 
@@ -283,7 +293,7 @@ def rehost(
     `nominees`: peers that the lost ones' fence leader proposes; one that is free and has room is taken first.
 
     The numerics and all other hosts stay; the stages of `group` get the next incarnation, wherever they are.
-    InputError if no device has room.
+    NoRoomError if no device has room.
     """
     load = _Load(atoms, plan.numerics.micro_batches, factor)
     bounds = (0, *plan.numerics.cuts, load.n)
@@ -310,9 +320,7 @@ def rehost(
                 proposed = not here and o.peer in nominees
                 ready.append((not proposed, (busy + work) / o.flops_per_s, i))
         if not ready:
-            raise InputError(
-                f"no volunteer has {_mib(need)} free for stage {p.stage}; it waits for one: fusion-peer join ADDRESS"
-            )
+            raise NoRoomError(p.stage, need)
         placed[p.stage] = left[min(ready)[2]]
         new[p.stage] = placed[p.stage]
     names = ", ".join(sorted(peer[-8:] for peer in lost))
@@ -334,6 +342,13 @@ def rehost(
             *(f"stage {k} moved to {h.peer[-8:]}: {names} was lost" for k, h in sorted(new.items())),
         ),
     )
+
+
+def wanted_bytes(atoms: Sequence[Atom], request: PlanRequest, peers: int) -> int:
+    """Device memory that each of `peers` volunteers should offer for the whole model to fit, one micro-batch each."""
+    load = _Load(atoms, request.base.micro_batches, request.state_factor)
+    largest = max(load.bytes(a, a + 1, 1) for a in range(load.n))
+    return max(largest, math.ceil(load.bytes(0, load.n, 1) / peers))
 
 
 def stage_bytes(plan: Plan, stage: int, atoms: Sequence[Atom], state_factor: float) -> int:

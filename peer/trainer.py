@@ -30,7 +30,7 @@ from peer.events import PlanAdopted, Sink, StepResult
 from peer.link_ends import LinkEvent
 from peer.links import Links
 from peer.offers import DeviceOffer
-from peer.placement import PlanRequest
+from peer.placement import PlanRequest, wanted_bytes
 from peer.plan_codecs import channels_of
 from peer.protocol import BlobRef, StageFault, StageStatus
 from peer.signing import sign
@@ -244,11 +244,13 @@ class Trainer:
         live = self._live
         live.say("phase", "waiting for volunteers")
         wanted = live.options.peers
-        offers = await live.swarm.wait_for(
-            wanted,
-            live.options.gather_s,
-            lambda n: live.say("waiting", f"{n} volunteers", wanted_peers=max(0, wanted - n)),
-        )
+        each = wanted_bytes(live.atoms, PlanRequest(base=live.options.numerics), wanted)
+
+        def waiting(there: int) -> None:
+            more = max(0, wanted - there)
+            live.say("wanted", f"{there} volunteers", wanted_peers=more, wanted_bytes=each if more else 0)
+
+        offers = await live.swarm.wait_for(wanted, live.options.gather_s, waiting)
         live.assembly.addresses = live.swarm.addresses
         return offers
 

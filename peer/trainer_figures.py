@@ -5,6 +5,7 @@ Pure: fed with happenings, asked for records.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from peer.events import LinkBytes, StepResult
 _WINDOW = 4  # steps over which a link's bytes a step are taken
 _SAMPLE = (4, 256, 256)  # the shape at which a codec's ratio is told
 _WAIT_CHARS = 48
+_WHY_CHARS = 120
+_REASON = re.compile(r"link (\d+)-(\d+): [^,]+, (.+)")  # as adatopk words them in a plan's reasons
 
 
 class _Mark(NamedTuple):
@@ -71,6 +74,7 @@ class Figures:
     def links(self, plan: Plan) -> tuple[records.LinkBytes, ...]:
         """Every link that has carried anything, by its ends."""
         codecs = {(c.src, c.dst): c.codec for c in plan.numerics.codecs}
+        why = codec_reasons(plan)
         found = []
         for key, count in sorted(self._sent.items()):
             at = key.index("-", 1)
@@ -78,7 +82,8 @@ class Figures:
             codec = codecs.get((min(a, b), max(a, b)), "dense")
             size = self._per_step.get(key, 0)
             dense = int(size * ratio(codec, forward=a < b)) if TRAINER not in (a, b) else size
-            found.append(records.LinkBytes(a, b, count, codec[:32], size, dense))
+            reason = records.clip(why.get((min(a, b), max(a, b)), ""), _WHY_CHARS)
+            found.append(records.LinkBytes(a, b, count, codec[:32], size, dense, reason))
         return tuple(found)
 
     def stages(self, plan: Plan) -> tuple[records.StageFigures, ...]:
@@ -95,6 +100,12 @@ class Figures:
             waiting = self._waiting.get(p.stage, "")[:_WAIT_CHARS]
             out.append(records.StageFigures(p.stage, p.replica, compute_s, send_s, wait_s, waiting))
         return tuple(out)
+
+
+def codec_reasons(plan: Plan) -> dict[tuple[int, int], str]:
+    """Why each pair of stages has its codec, as the plan says."""
+    found = (_REASON.fullmatch(reason) for reason in plan.reasons)
+    return {(int(m[1]), int(m[2])): m[3] for m in found if m is not None}
 
 
 def ratio(codec: str, *, forward: bool) -> float:

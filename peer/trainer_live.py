@@ -170,10 +170,18 @@ class Live:
         self.whole.clear()
         self.broken.set()
 
-    def say(self, kind: str, text: str, *, peer: str = "", stage: int = -1, wanted_peers: int = 0) -> None:
-        now_s = self.session.clock()
+    def say(
+        self, kind: str, text: str, *, peer: str = "", stage: int = -1, wanted_peers: int = 0, wanted_bytes: int = 0
+    ) -> None:
         self.sink(
             RunEvent(
-                kind=kind, text=text, time_s=now_s, step=self.step, peer=peer, stage=stage, wanted_peers=wanted_peers
+                kind=kind,
+                text=text,
+                time_s=self.session.clock(),
+                step=self.step,
+                peer=peer,
+                stage=stage,
+                wanted_peers=wanted_peers,
+                wanted_bytes=wanted_bytes,
             )
         )

@@ -46,7 +46,7 @@ class Publisher:
         self._plan: Plan | None = None
         self._last: StepResult | None = None
         self._figures = Figures()
-        self._wanted = 0
+        self._wanted = (0, 0)  # more volunteers, bytes each
         self._events: deque[RunEvent] = deque(maxlen=EVENTS_SHOWN)
         self._phase, self._reason, self._since = "waiting", "", 0.0
         self.total = 0
@@ -54,7 +54,7 @@ class Publisher:
     def __call__(self, happening: Happening) -> None:
         match happening:
             case PlanAdopted(plan=plan):
-                self._plan, self._wanted = plan, 0
+                self._plan, self._wanted = plan, (0, 0)
                 self._figures.adopt()
                 self.phase("training")
             case StepResult():
@@ -64,7 +64,8 @@ class Publisher:
                 self._figures.take(happening)
             case RunEvent():
                 self._events.append(happening)
-                self._wanted = happening.wanted_peers
+                if happening.kind == "wanted":
+                    self._wanted = happening.wanted_peers, happening.wanted_bytes
 
     def phase(self, phase: str, reason: str = "") -> None:
         """Phases as in `trainer_state.Progress`."""
@@ -121,7 +122,8 @@ class Publisher:
             loss=loss,
             step_time_s=last.step_time_s if last else None,
             tokens_per_s=last.tokens_per_s if last and last.tokens else None,
-            wanted_peers=self._wanted,
+            wanted_peers=self._wanted[0],
+            wanted_bytes=self._wanted[1],
         )
         signer = signer_for(self._owner, spec.run, self._session, self._swarm.now() + DELEGATION_S)
         plan, events = self._plan, tuple(records.Event(e.time_s, e.text[:240]) for e in self._events)

@@ -9,7 +9,7 @@ import msgspec
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Plan
-from peer.placement import PlanRequest, recovery_group, rehost
+from peer.placement import NoRoomError, PlanRequest, recovery_group, rehost
 from peer.trainer_host import RunPaused
 from peer.trainer_live import Live
 
@@ -29,9 +29,15 @@ class Repair:
             await live.broken.wait()
             live.broken.clear()
             until = loop.time() + live.options.recover_s
-            look = False
+            look, said = False, ""
             while live.lost:
-                why = await self._rehost(look)
+                try:
+                    why = await self._rehost(look)
+                except NoRoomError as error:
+                    why = str(error)
+                    if why != said:
+                        live.say("wanted", why, stage=error.stage, wanted_peers=1, wanted_bytes=error.need_bytes)
+                        said = why
                 look = True
                 for peer in [peer for peer in live.lost if why and peer in live.may_stay]:
                     live.say("moving", f"{peer[-8:]} keeps its stages: {why}", peer=peer)
@@ -74,6 +80,8 @@ class Repair:
             base = msgspec.structs.replace(now.plan, number=now.number)
             factor = PlanRequest(base=base.numerics).state_factor
             plan = rehost(base, gone, group, live.atoms, offers, factor, self._proposed(gone))
+        except NoRoomError:
+            raise
         except InputError as error:
             return str(error)
         before, now.number = now.plan, plan.number

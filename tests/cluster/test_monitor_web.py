@@ -195,13 +195,14 @@ def test_pages_of_a_run_a_peer_a_fence_and_contribution(scene: Scene, desktop: A
     assert "stage 1 computes 1.8 s of a 2.1 s step" in text(desktop, ".why")
     assert "slowest" in text(desktop, ".stage.bound") and "Stage 1" in text(desktop, ".stage.bound")
     links = text(desktop, "#page-other table")
-    assert "topk-masked:0.01" in links and "8×" in links and "50×" in links
+    assert "topk-masked:0.01" in links and "≈ 8×" in links and "≈ 50×" in links
+    assert "dense would take 3.2 s, 0.4 s allowed" in links
     until(lambda: js(desktop, "document.querySelectorAll('.uplot').length") == 2, "the run's curves")
     shot(desktop, "run")
     leader = scene.swarm.peers[0].peer_id
     open_page(desktop, scene, f"#/peer/{leader}")
     until(lambda: "900 Mbit/s" in text(desktop, "#page-other"), "the peer's measured links")
-    for words in ("trainer of", "60 GFLOP/s", "leads its fence", "direct"):
+    for words in ("trainer of", "60 GFLOP/s", "leads its fence", "direct", "northern Spain"):
         assert words in text(desktop, "#page-other")
     shot(desktop, "peer")
     open_page(desktop, scene, f"#/fence/{monitor_swarm.FENCES[0]}")
@@ -341,6 +342,37 @@ def test_hostile_records_change_nothing_but_a_warning(scene: Scene, desktop: Any
     open_page(desktop, scene, "#/runs")
     until(lambda: text(desktop, "#page-other").count("gpt2-bible") == 2, "both runs")
     assert "e+" not in text(desktop, "#page-other")
+    assert complaints(desktop) == []
+
+
+def test_forged_signatures_are_refused_and_told(scene: Scene, desktop: Any) -> None:
+    swarm = scene.swarm
+    victim, mallory = monitor_swarm.identity(668), monitor_swarm.identity(667)
+
+    async def attack() -> None:
+        from dht.records import PeerRecord, RunRecord, run_id
+
+        swarm.forge(PeerRecord(peer=victim.peer_id, version="9", devices=()), victim, mallory)
+        assert swarm.run is not None
+        name, owner = "gpt2-stolen", swarm.owner.public_key
+        false = RunRecord(
+            run=run_id(owner, name, "ab" * 32, 7, 2.5), owner=owner, name=name, opdag_hash="ab" * 32, seed=7,
+            created=2.5, trainer=mallory.peer_id, state="training",
+        )  # fmt: skip
+        swarm.forge(false, swarm.owner, mallory)
+
+    open_page(desktop, scene)
+    seen = "document.getElementById('map').dataset.peers"
+    peers = until(lambda: js(desktop, seen), "the map")
+    scene.call(attack())
+    until(lambda: "refused so far: forged" in text(desktop, "#notes"), "a warning")
+    shot(desktop, "forged")
+    assert js(desktop, seen) == peers
+    open_page(desktop, scene, f"#/peers?find={victim.peer_id.lower()}")
+    until(lambda: "0 of " in text(desktop, "#page-other"), "nobody of that name")
+    open_page(desktop, scene, "#/runs")
+    until(lambda: "gpt2-bible" in text(desktop, "#page-other"), "the true run")
+    assert "gpt2-stolen" not in text(desktop, "#page-other")
     assert complaints(desktop) == []
 
 

@@ -15,6 +15,10 @@ from peer.daemon import Daemon
 BAD = [
     (["join", "--memory", "lots"], "fusion-peer join: argument --memory: 'lots' is no size; write 6GiB or 500MB"),
     (["join", "--memroy", "1GiB"], "fusion-peer: unrecognized arguments: --memroy"),
+    (
+        ["join", "--place", "48.1, 11.5"],
+        "fusion-peer join: argument --place: '48.1, 11.5': a place is at most 32 letters",
+    ),
     (["jion"], "fusion-peer: argument COMMAND: invalid choice: 'jion'"),
     ([], "fusion-peer: the following arguments are required: COMMAND"),
 ]
@@ -27,6 +31,12 @@ def test_what_cannot_be_parsed_is_one_line(line: list[str], said: str, capsys: p
     assert ended.value.code == 2
     (printed,) = capsys.readouterr().err.splitlines()
     assert printed.startswith(said)
+
+
+def test_a_place_is_words_and_nothing_that_could_be_found_on_a_map() -> None:
+    options = parser().parse_args(["join", "--place", "northern Spain"])
+    assert join_options(options).place == "northern Spain"
+    assert join_options(parser().parse_args(["join"])).place == ""
 
 
 def test_memory_in_which_no_executor_lives_is_refused() -> None:

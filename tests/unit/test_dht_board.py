@@ -213,12 +213,12 @@ def test_json_has_the_documented_fields() -> None:
     found = json.loads(text)
     assert list(found) == ["schema", "swarm", "time", "peers", "runs"]
     assert found["schema"] == 1
-    assert set(found["peers"][0]) == {"peer", "version", "state", "fence", "hours", "age_s", "devices", "work"}
+    assert set(found["peers"][0]) == {"peer", "version", "state", "fence", "hours", "place", "age_s", "devices", "work"}
     assert found["peers"][0]["age_s"] == 3.0
     run = found["runs"][0]
     assert run["loss"] is None
     assert run["owner"] == OWNER.public_key.hex()
-    assert run["links"] == [{"src": -1, "dst": 0, "bytes_sent": 3 << 20, "codec": None}]
+    assert run["links"] == [{"src": -1, "dst": 0, "bytes_sent": 3 << 20, "codec": None, "why": None}]
     assert "addresses" not in text
 
 

@@ -16,7 +16,17 @@ from fusion_p2p.planner import Link
 from fusion_p2p.workload import Atom
 from peer.channel_io import log_bytes
 from peer.offers import DeviceOffer, SwarmLinks
-from peer.placement import PlanRequest, make_plan, recovery_group, rehost, revise
+from peer.placement import (
+    NoRoomError,
+    PlanRequest,
+    make_plan,
+    recovery_group,
+    rehost,
+    revise,
+    stage_bytes,
+    wanted_bytes,
+)
+from peer.trainer_figures import codec_reasons
 
 BASE = Numerics(cuts=(), micro_batches=4, micro_batch_size=2)
 ROOM = 1 << 40
@@ -158,8 +168,17 @@ def test_a_lost_stage_goes_to_the_leaders_nominee_if_it_is_free_and_has_room() -
 def test_no_room_for_a_lost_stage_is_named() -> None:
     costs, hosts = atoms(1, 1, weight=100), offers(1.0, 1.0, memory=1000)
     plan = make_plan(costs, hosts, PlanRequest(base=BASE))
-    with pytest.raises(InputError, match="for stage 1"):
+    with pytest.raises(NoRoomError, match="for stage 1") as refused:
         rehost(plan, frozenset({plan.host(1).peer}), (1,), costs, hosts, 7.0)
+    assert (refused.value.stage, refused.value.need_bytes) == (1, stage_bytes(plan, 1, costs, 7.0))
+
+
+def test_what_each_wanted_volunteer_should_offer() -> None:
+    costs, request = atoms(1, 1, 1, 1, weight=100), PlanRequest(base=BASE)
+    alone = wanted_bytes(costs, request, 1)
+    assert alone == 4 * 100 * 7
+    assert wanted_bytes(costs, request, 4) * 4 in range(alone, alone + 4)
+    assert wanted_bytes(costs, request, 100) == wanted_bytes(costs, request, 4)  # an atom is not divided
 
 
 def test_recovery_groups_follow_the_logs() -> None:
@@ -229,6 +248,7 @@ def test_adatopk_compresses_slow_links_only() -> None:
     assert (codec.src, codec.dst) == (0, 1) and codec.codec not in ("dense", "int8")
     assert any(r.startswith(f"link 0-1: {codec.codec}") and "dense would take" in r for r in slow.reasons)
     assert f"link 0-1: {codec.codec}" in slow.explain()
+    assert list(codec_reasons(slow)) == [(0, 1)] and "dense would take" in codec_reasons(slow)[0, 1]
     pinned = make_plan(costs, hosts, PlanRequest(base=slow.numerics, pinned=True, links=slow_links(2, 1e9)))
     assert pinned.numerics == slow.numerics  # the first entry stands, whatever links there are now
 

@@ -174,10 +174,10 @@ function hop(r, a, b) {
 
 function linkTable(r) {
   if (!r.links.length) return null;
-  const head = ["From", "To", "Rate", "A step", "In all", "Codec", "Compression"];
+  const head = ["From", "To", "Rate", "A step", "In all", "Codec", "Compression, estimated", "Why this codec"];
   return h("section", { class: "panel" }, h("h2", {}, "Links"), table(head, r.links.map((k) => [
     f.stage(k.src), f.stage(k.dst), unknown(f.rate(k.bytes_per_s)), unknown(f.bytes(k.bytes_per_step)), unknown(f.bytes(k.bytes_sent)),
-    k.codec ? said(k.codec) : unknown(f.UNKNOWN), unknown(f.times(k.compression)),
+    k.codec ? said(k.codec) : unknown(f.UNKNOWN), k.compression === null ? unknown(f.UNKNOWN) : `≈ ${f.times(k.compression)}`, k.why ? h("span", { class: "reason" }, said(k.why)) : unknown(f.UNKNOWN),
   ])));
 }
 
@@ -212,7 +212,7 @@ export function peers(picture, query) {
         [peerLink(p.peer), p.leads ? h("span", { class: "tag plain", title: "leads its fence" }, "leads") : null, p.warnings.length ? h("span", { class: "tag", title: p.warnings.join("; ") }, "odd") : null],
         badge(p.state), p.devices.length ? p.devices.map((d) => h("span", { class: "block" }, d.kind, " ", said(d.name))) : unknown(f.UNKNOWN), unknown(f.flops(speed(p))),
         p.hosts.length ? p.hosts.map((x) => hosting(x)) : "none", p.up_bytes_per_s === null ? "–" : f.rate(p.up_bytes_per_s), p.down_bytes_per_s === null ? "–" : f.rate(p.down_bytes_per_s),
-        p.compression_out === null ? "–" : f.times(p.compression_out), p.compression_in === null ? "–" : f.times(p.compression_in),
+        p.compression_out === null ? "–" : `≈ ${f.times(p.compression_out)}`, p.compression_in === null ? "–" : `≈ ${f.times(p.compression_in)}`,
         p.hours ? said(p.hours) : "always", unknown(p.reach ?? f.UNKNOWN), p.fence ? h("a", { href: `#/fence/${p.fence}`, class: "id" }, p.fence.slice(0, 6)) : "none",
         said(p.version), f.ago(store.now(), p.published),
       ]))),
@@ -222,7 +222,7 @@ export function peers(picture, query) {
 
 const hosting = (x) => h("span", { class: "block" }, f.stage(x.stage), " of ", h("a", { href: `#/run/${x.run}` }, x.name ? said(x.name) : x.run.slice(0, 8)), x.confirmed ? "" : h("small", { class: "unknown" }, " by its own word"));
 
-const squeezed = (times) => (times === null ? null : times < 1.05 ? "not compressed" : `compressed ${f.times(times)}`);
+const squeezed = (times) => (times === null ? null : times < 1.05 ? "not compressed" : `compressed about ${f.times(times)}`);
 
 export function peer(picture, id, page) {
   const p = picture.peers.get(id);
@@ -232,7 +232,7 @@ export function peer(picture, id, page) {
     h("div", { class: "row title" }, h("h1", { class: "id" }, f.short(p.peer)), badge(p.state), p.leads ? h("span", { class: "tag plain" }, "leads its fence") : null),
     warnings(p.warnings),
     h("dl", { class: "facts panel" },
-      fact("Seen", f.ago(store.now(), p.published)), fact("Hours", p.hours ? said(p.hours) : "always", p.hours ? "its local time" : null),
+      fact("Seen", f.ago(store.now(), p.published)), fact("Hours", p.hours ? said(p.hours) : "always", p.hours ? "its local time" : null), fact("Place", p.place ? said(p.place) : "not said", p.place ? "in its owner's words" : null),
       fact("Reach", unknown(p.reach ?? f.UNKNOWN), "as another peer tried"), fact("Fence", p.fence ? h("a", { href: `#/fence/${p.fence}`, class: "id" }, p.fence.slice(0, 8)) : "none"),
       fact("Up", p.up_bytes_per_s === null ? "no traffic" : f.rate(p.up_bytes_per_s), squeezed(p.compression_out)),
       fact("Down", p.down_bytes_per_s === null ? "no traffic" : f.rate(p.down_bytes_per_s), squeezed(p.compression_in)),

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from fusion_p2p.capture import Captured
@@ -15,8 +16,8 @@ from fusion_p2p.frame import TRAINER, Frame, Kind, StepHeader
 from fusion_p2p.plan import LinkCodec, Numerics
 from fusion_p2p.release import Parts, cut_batch, release
 from fusion_p2p.settings import OptimizerSpec
-from fusion_p2p.snapshot import initial_state, weights, weights_blake2b
-from fusion_p2p.split import split
+from fusion_p2p.snapshot import initial_state, redistribute, weights, weights_blake2b
+from fusion_p2p.split import StageProgram, split
 from fusion_p2p.stage import Stage
 
 _LOSS = struct.Struct("<f")
@@ -56,23 +57,34 @@ class LocalPipeline:
             recompute=recompute,
         )
         self.optimizer = optimizer
-        self.programs = split(self._dag, cuts)
+        self._seed, self._device, self._engines = seed, device, compute or {}
+        self.tick = 0
+        self._cut_as(self.numerics, lambda p: initial_state(captured.state, p))
+        self.step = 0
+
+    def change(self, cuts: Sequence[int], codecs: Sequence[LinkCodec] = ()) -> None:
+        """Other cuts or codecs from the next step on, as a run changes them at a complete set."""
+        held = [stage.snapshot() for stage in self.stages]
+        numerics = msgspec.structs.replace(self.numerics, cuts=tuple(cuts), codecs=tuple(codecs))
+        self._cut_as(numerics, lambda p: redistribute(held, p))
+
+    def _cut_as(self, numerics: Numerics, state: Callable[[StageProgram], Mapping[str, torch.Tensor]]) -> None:
+        self.numerics, self.programs = numerics, split(self._dag, numerics.cuts)
         self.stages = [
             Stage(
                 p,
                 self._dag,
-                self.numerics,
-                optimizer,
-                seed,
-                initial_state(captured.state, p),
+                numerics,
+                self.optimizer,
+                self._seed,
+                state(p),
+                first_tick=self.tick,
                 window=p.stages - p.stage,
-                device=device,
-                compute=(compute or {}).get(p.stage, Compute),
+                device=self._device,
+                compute=self._engines.get(p.stage, Compute),
             )
             for p in self.programs
         ]
-        self.step = 0
-        self.tick = 0
 
     def train_step(self, batch: Any) -> float:
         """One optimizer step; the mean loss over the batch before it."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 WRONG = 1.5  # measured over predicted stage time, either way, from which a device's rates are corrected
 WORTH = 0.9  # of the predicted step time that another plan must reach to be worth placing again
+WORTH_S = 0.02  # of a step that it must save besides: the trial steps of tiny models tell no better
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +177,7 @@ def _reasons(
         )
     lines += [*choices_of(p), *why, *sources(offers, request.links)]
     lines += [
-        f"{o.peer}: its trial step took {o.correction:.2g} times what its record promises"
+        f"{o.peer}: its steps take {o.correction:.2g} times what its record promises"
         for o in offers
         if o.correction != 1.0
     ]
@@ -226,7 +227,7 @@ def revise(
     `WORTH` it, the prediction corrected; else a plan of the next number.
     """
     predicted, measured = dict[tuple[str, str], float](), dict[tuple[str, str], float]()
-    now = _again(plan, atoms, offers, request)
+    now = proposal_of(plan, atoms, offers, request)
     for p in plan.placement:
         if measured_s.get(p.stage, 0.0) > 0:
             key = p.peer, p.device
@@ -238,18 +239,20 @@ def revise(
         return plan, list(offers)
     offers = [replace(o, correction=o.correction * wrong.get((o.peer, o.device), 1.0)) for o in offers]
     other = make_plan(atoms, offers, replace(request, number=plan.number + 1))
-    now = _again(plan, atoms, offers, request)
-    if other.prediction is None or other.prediction.step_time_s < WORTH * now.step_s:
+    now = proposal_of(plan, atoms, offers, request)
+    then_s = other.prediction.step_time_s if other.prediction is not None else 0.0
+    if then_s < WORTH * now.step_s and then_s < now.step_s - WORTH_S:
         return other, offers
     sizes = [stage_bytes(plan, k, atoms, request.state_factor) for k in range(plan.numerics.stages)]
     why = [r for r in plan.reasons if r.startswith("link ")]
-    now = replace(now, lower_bound_s=other.prediction.lower_bound_s)
+    bound_s = other.prediction.lower_bound_s if other.prediction is not None else 0.0
+    now = replace(now, lower_bound_s=bound_s)
     return msgspec.structs.replace(
         plan, prediction=_prediction(now), reasons=_reasons(now, sizes, offers, request, why)
     ), offers
 
 
-def _again(plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> Proposal:
+def proposal_of(plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> Proposal:
     """The proposal that this plan is, with what is known of its devices now."""
     place = {(o.peer, o.device): i for i, o in enumerate(offers)}
     rungs = rungs_of(plan.numerics.codecs)
@@ -318,7 +321,7 @@ def rehost(
             busy = sum(load.flops(bounds[k], bounds[k + 1]) for k in here)
             if used + need <= o.memory_bytes:
                 proposed = not here and o.peer in nominees
-                ready.append((not proposed, (busy + work) / o.flops_per_s, i))
+                ready.append((not proposed, (busy + work) * o.correction / o.flops_per_s, i))
         if not ready:
             raise NoRoomError(p.stage, need)
         placed[p.stage] = left[min(ready)[2]]
@@ -349,6 +352,17 @@ def wanted_bytes(atoms: Sequence[Atom], request: PlanRequest, peers: int) -> int
     load = _Load(atoms, request.base.micro_batches, request.state_factor)
     largest = max(load.bytes(a, a + 1, 1) for a in range(load.n))
     return max(largest, math.ceil(load.bytes(0, load.n, 1) / peers))
+
+
+def relocated(plan: Plan, target: Plan, group: Sequence[int], *, number: int, reason: str) -> Plan:
+    """`plan` with the stages of `group` where `target`, of the same numerics, has them, each a new incarnation."""
+    placement = tuple(
+        msgspec.structs.replace(target.host(p.stage), incarnation=number, buddies=()) if p.stage in group else p
+        for p in plan.placement
+    )
+    return msgspec.structs.replace(
+        target, number=number, placement=placement, reasons=(*target.reasons, *([reason] if reason else []))
+    )
 
 
 def stage_bytes(plan: Plan, stage: int, atoms: Sequence[Atom], state_factor: float) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import torch
@@ -21,28 +21,28 @@ from dht.transport import Transport
 from fusion_p2p.errors import FrameError, FusionError
 from fusion_p2p.frame import Kind, StepHeader
 from fusion_p2p.ir import OpDag
-from fusion_p2p.plan import NumericLogEntry, Plan
+from fusion_p2p.plan import NumericLogEntry, Numerics, Plan
 from fusion_p2p.release import cut_batch, release
 from fusion_p2p.split import StageProgram, split
 from fusion_p2p.workload import atoms
 from peer.errors import WireError, is_disk_full
 from peer.events import PlanAdopted, Sink, StepResult
-from peer.link_ends import LinkEvent
 from peer.links import Links
+from peer.numeric_log import ahead, in_force
 from peer.offers import DeviceOffer
-from peer.placement import PlanRequest, wanted_bytes
-from peer.plan_codecs import channels_of
-from peer.protocol import BlobRef, StageFault, StageStatus
+from peer.placement import wanted_bytes
+from peer.protocol import BlobRef
 from peer.signing import sign
 from peer.trainer_assembly import Assembly, Refusal, Session
 from peer.trainer_balance import Balance
-from peer.trainer_complaints import Complaints
+from peer.trainer_hearing import Hearing
 from peer.trainer_live import Live, Placed, TrainerOptions
 from peer.trainer_repair import Repair
 from peer.trainer_sets import SetKeeper, new_manifest
 from peer.trainer_spares import Spares
 from peer.trainer_state import Manifest, RunFolder, StageFile
 from peer.trainer_swarm import Swarm
+from peer.trainer_switch import Switch
 from peer.trainer_ticks import TickBook, TickResult
 from peer.trainer_watch import Watch
 
@@ -50,10 +50,6 @@ log = logging.getLogger(__name__)
 
 AHEAD = 2  # ticks released before the oldest is done: the next one's data is there when a stage is free
 MAX_REPORT_BYTES = 4096
-FATAL_FAULTS = frozenset({"died", "frame", "memory", "cap", "leaving", "gap", "mark"})
-HONEST_FAULTS = frozenset({"leaving", "gap"})  # after which the host may be given a stage again
-AFTER_DEATH_S = 30.0  # before a host whose executor died is given a stage again
-LEAVING_S = 3.0  # below the volunteer's GRACE_S
 T = TypeVar("T")
 
 
@@ -78,8 +74,8 @@ class Trainer:
             dag,
             spawn=self.spawn,
             on_lost=lambda peer, reason: self._live.gone(peer, reason),
-            on_fault=self._on_fault,
-            on_status=self._on_status,
+            on_fault=lambda peer, fault: self._hearing.fault(peer, fault),
+            on_status=lambda peer, status: self._hearing.status(peer, status),
             channels=options.channels,
         )
         self._live = Live(
@@ -96,9 +92,10 @@ class Trainer:
         self._initial = initial
         self.watch = Watch(sink, session.clock)
         self._turn = asyncio.Lock()
-        self._balance = Balance(self._live)
-        self._complaints = Complaints(self._live, self.spawn)
+        self._balance = Balance(self._live, self.spawn)
+        self._hearing = Hearing(self._live, self.watch, self.spawn)
         self.sets = SetKeeper(self._live, self._turn, self.spawn)
+        self._switch = Switch(self._live, self._turn, self._install, self._adopt, self._refused)
         self._slots = asyncio.Semaphore(AHEAD)
         self._results: dict[int, asyncio.Future[TickResult]] = {}
         self._failed: asyncio.Future[None] | None = None
@@ -189,30 +186,46 @@ class Trainer:
         live = self._live
         resumed = live.folder.manifest() if live.folder.sets() else None
         offers = await self._gather()
-        numerics, first_tick = (resumed.numerics, resumed.tick) if resumed else (live.options.numerics, 0)
         live.step = resumed.step if resumed else 0
-        options = live.options
-        request = PlanRequest(
-            base=numerics,
-            stages=options.stages,
-            every_device=options.every_device,
-            pinned=resumed is not None,
-            compression=options.compression,
-            links=await live.swarm.links(),
-            channels=lambda cuts: channels_of(live.dag, cuts, numerics.micro_batch_size),
-            epoch=live.session.epoch,
-            mark_interval=options.mark_interval,
-        )
+        live.links = await live.swarm.links()
+        begin = await asyncio.to_thread(self._first_numerics, resumed)
+        pinned = resumed is not None or bool(live.options.script)
+        request = replace(live.request, base=begin, pinned=pinned)
 
         def states(plan: Plan) -> Mapping[int, BlobRef]:
             return live.refs(resumed or self._first_set(plan, data_state))
 
         live.say("phase", "placing the stages")
-        plan = await live.assembly.assemble(live.atoms, offers, request, states, first_tick, self._refused)
+        first_tick = resumed.tick if resumed else 0
+        plan, offers = await live.assembly.assemble(live.atoms, offers, request, states, first_tick, self._refused)
         if resumed is None:
-            entry = NumericLogEntry(first_step=0, numerics=plan.numerics, reason="the first plan")
-            await asyncio.to_thread(live.folder.append_numerics, sign(entry, live.session.owner_key))
+            await asyncio.to_thread(self._log, NumericLogEntry(0, plan.numerics, "the first plan"))
             await asyncio.to_thread(live.folder.save_set, self._first_set(plan, data_state))
+        await self._install(plan, offers, live.folder.manifest())
+        self.spawn(Repair(live, self._adopt).serve())
+        self.spawn(Spares(live).serve())
+        return plan
+
+    def _first_numerics(self, resumed: Manifest | None) -> Numerics:
+        """With what this session begins; what the numeric log prescribes for later goes to `live.script`."""
+        live, given = self._live, self._live.options.script
+        if resumed is None:
+            live.script = list(given[1:])
+            return given[0].numerics if given else live.options.numerics
+        own = [entry for _, entry in live.folder.numeric_log()]
+        live.script = ahead(given or own, resumed.step, resumed.numerics)
+        if in_force(own, resumed.step) != resumed.numerics and not live.change_due:
+            self._log(NumericLogEntry(resumed.step, resumed.numerics, "as the newest complete set has it"))
+        return resumed.numerics
+
+    def _log(self, entry: NumericLogEntry) -> None:
+        self._live.folder.append_numerics(sign(entry, self._live.session.owner_key))
+
+    async def _install(self, plan: Plan, offers: list[DeviceOffer], manifest: Manifest) -> None:
+        """Every stage of `plan` has been accepted and begins at this set; so does the trainer."""
+        live, before = self._live, self._live.placed
+        if before is not None:
+            await before.links.__aexit__(None, None, None)
         links = Links(
             live.transport,
             live.assembly.me,
@@ -220,31 +233,33 @@ class Trainer:
             live.session.epoch,
             bound=_bound,
             logged=lambda dst: True,
-            start_tick=first_tick,
+            start_tick=manifest.tick,
             settings=live.options.channels,
-            on_event=self._on_link_event,
+            on_event=self._hearing.link_event,
         )
         programs = split(live.dag, plan.numerics.cuts)
+        live.rates.take(offers)
+        live.early |= live.lost
+        live.lost.clear()
         live.placed = Placed(
             plan=plan,
             links=await links.__aenter__(),
-            book=TickBook(len(programs), next(p.stage for p in programs if p.has_loss), first_tick),
+            book=TickBook(len(programs), next(p.stage for p in programs if p.has_loss), manifest.tick),
             programs=programs,
-            newest=live.folder.manifest(),
+            newest=manifest,
             offers=offers,
             number=plan.number,
         )
+        self._hearing.forget()
+        self.watch.begin()
         self.spawn(self._collect(live.placed))
         await self._adopt(plan)
-        self.spawn(Repair(live, self._adopt).serve())
-        self.spawn(Spares(live).serve())
-        return plan
 
     async def _gather(self) -> list[DeviceOffer]:
         live = self._live
         live.say("phase", "waiting for volunteers")
         wanted = live.options.peers
-        each = wanted_bytes(live.atoms, PlanRequest(base=live.options.numerics), wanted)
+        each = wanted_bytes(live.atoms, live.request, wanted)
 
         def waiting(there: int) -> None:
             more = max(0, wanted - there)
@@ -265,6 +280,8 @@ class Trainer:
         """From now on `plan` is in force: everybody is told where the others live."""
         live, now = self._live, self._live.now
         now.plan = plan
+        there = {p.peer for p in plan.placement}
+        live.leaving = {peer: why for peer, why in live.leaving.items() if peer in there}
         now.links.update(live.assembly.endpoints(), plan.number)
         for lost in await live.assembly.connect(plan):
             live.lose(lost.peer, lost.reason)
@@ -290,10 +307,12 @@ class Trainer:
         return await self._or_fail(self._release(feed, training))
 
     async def _release(self, feed: Mapping[int, torch.Tensor], training: bool) -> asyncio.Future[TickResult]:
-        live, now = self._live, self._live.now
-        sizes, parts = cut_batch(live.dag, feed, now.plan.numerics.micro_batch_size)
+        live = self._live
+        sizes, parts = cut_batch(live.dag, feed, live.now.plan.numerics.micro_batch_size)
         await self._slots.acquire()
         async with self._turn:
+            now = live.now
+            now.idle.clear()
             header = StepHeader(training, live.step, sizes)
             tick = now.book.release(header, _tokens(feed), time.perf_counter())
             future: asyncio.Future[TickResult] = asyncio.get_running_loop().create_future()
@@ -312,10 +331,12 @@ class Trainer:
             try:
                 result = now.book.take(frame, time.perf_counter())
             except FrameError as error:
-                self._distrust(frame.src, str(error))
+                self._hearing.distrust(frame.src, str(error))
                 continue
             if result is not None:
                 self._slots.release()
+                if not now.book.open_ticks:
+                    now.idle.set()
                 if result.header.training:
                     self._live.sink(step_result(result))
                     self._balance.tick(result)
@@ -324,62 +345,17 @@ class Trainer:
                     waiter.set_result(result)
 
     async def save(self, data_state: bytes) -> Manifest:
-        """See `SetKeeper.save`."""
-        return await self._or_fail(self.sets.save(data_state))
-
-    # --- what hosts say
-
-    def _on_status(self, peer: str, status: StageStatus) -> None:
-        placed = self._live.placed
-        if placed is None or not _hosts(placed.plan, peer, status.stage, status.incarnation):
-            return  # of a host that was replaced
-        self.watch.status(status, placed.links.bytes_sent() if placed else {})
-
-    def _on_fault(self, peer: str, fault: StageFault) -> None:
-        placed = self._live.placed
-        if placed is not None and not _hosts(placed.plan, peer, fault.stage, fault.incarnation):
-            return  # of a host that was replaced
-        if fault.code == "leaving" and placed is not None:
-            self._live.hand_over(peer, fault.reason)
-            self.spawn(self._let_go(peer, fault.reason))
-        elif fault.code in FATAL_FAULTS:
-            if fault.code not in HONEST_FAULTS:
-                self._live.exclude(peer, math.inf if fault.code == "frame" else AFTER_DEATH_S)
-            self._live.lose(peer, fault.reason)
-        else:
-            if fault.code != "back":
-                self._live.say("waiting", f"stage {fault.stage}: {fault.reason}", peer=peer, stage=fault.stage)
-            if placed is not None:
-                self._complaints.hear(peer, fault)
-
-    async def _let_go(self, peer: str, reason: str) -> None:
-        """A volunteer that leaves waits so long for a complete set and no longer."""
-        await asyncio.sleep(LEAVING_S)
-        if peer in self._live.leaving:
-            self._live.lose(peer, reason)
-
-    def _on_link_event(self, event: LinkEvent) -> None:
-        if event.code in ("frame", "refused"):
-            self._distrust(event.stage, event.reason)
-        elif event.code not in ("broken", "back"):
-            text = f"the link to stage {event.stage}: {event.reason}"
-            self._live.say("waiting", text, peer=event.peer, stage=event.stage)
-
-    def _distrust(self, stage: int, reason: str) -> None:
-        """A stage sent what it must not: its host is not to be given another."""
-        peer = self.plan.host(stage).peer
-        self._live.exclude(peer)
-        self._live.lose(peer, reason)
+        """See `SetKeeper.save`. A change of plan that is due happens here; then the set is of the new cuts."""
+        await self._or_fail(self.sets.save(data_state))
+        before = self.plan
+        advice = await self._or_fail(self._switch.carry_out())
+        if self.plan is not before:
+            self._balance.changed(advice)
+        return self._live.now.newest
 
 
 async def _result(future: asyncio.Future[TickResult]) -> TickResult:
     return await future
-
-
-def _hosts(plan: Plan, peer: str, stage: int, incarnation: int) -> bool:
-    """Whether this is the plan's host of the stage, or one that is being put in its place."""
-    p = plan.host(stage)
-    return (p.peer, p.incarnation) == (peer, incarnation) or incarnation > p.incarnation
 
 
 def step_result(result: TickResult) -> StepResult:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,7 +99,7 @@ class Assembly:
         self._accepted: dict[int, tuple[StagePlacement, Accepted]] = {}
         self._offered: Counter[str] = Counter()  # peers with an offer under way
         self.addresses: Mapping[str, tuple[str, ...]] = {}
-        self.me = Endpoint(stage=TRAINER, peer=transport.peer_id, endpoint=secrets.token_hex(16), incarnation=0)
+        self.me = self._new_endpoint()
 
     async def assemble(
         self,
@@ -109,10 +109,13 @@ class Assembly:
         states: Callable[[Plan], Mapping[int, BlobRef]],
         first_tick: int,
         on_refusal: Callable[[Refusal], None],
-    ) -> Plan:
-        """A plan whose every stage has been accepted. InputError when what is left of the swarm cannot host it.
+        known: Collection[tuple[str, str]] = (),
+    ) -> tuple[Plan, list[DeviceOffer]]:
+        """A plan whose every stage has been accepted, and the offers as trial steps corrected them.
 
-        What the first accepted plan's trial steps took may lead to another one, once.
+        InputError when what is left of the swarm cannot host it. What the first accepted plan's trial steps took may
+        lead to another one, once. Peers of one machine are asked in turn: trial steps beside each other tell how busy
+        it is, not how fast each of them would be. Of the devices `known` no trial step is believed.
         """
         last, tried, refused = "", False, Counter[str]()
         for number in range(request.number, request.number + MAX_PLANS):
@@ -120,15 +123,17 @@ class Assembly:
                 plan = await asyncio.to_thread(make_plan, atoms, offers, replace(request, number=number))
             except InputError as error:
                 raise InputError(f"{error}{f' (after a refusal: {last})' if last else ''}") from None
-            refusals = await self.place(plan, range(plan.numerics.stages), states(plan), first_tick)
+            machine = {o.peer: o.machine or o.peer for o in offers}
+            refusals = await self.place(plan, range(plan.numerics.stages), states(plan), first_tick, machine)
             if not refusals and not tried:
                 tried = True
-                seconds = {k: a.trial_forward_s + a.trial_backward_s for k, (_, a) in self._accepted.items()}
+                told = self.trial_s()
+                seconds = {p.stage: told.get(p.stage, 0.0) for p in plan.placement if (p.peer, p.device) not in known}
                 revised, offers = await asyncio.to_thread(revise, plan, atoms, offers, request, seconds)
                 if revised.number == plan.number:
-                    return revised
+                    return revised, list(offers)
             elif not refusals:
-                return plan
+                return plan, list(offers)
             await self._drop(self._accepted, "the plan changed")
             for refusal in refusals:
                 on_refusal(refusal)
@@ -140,13 +145,19 @@ class Assembly:
         raise InputError(f"no plan found after {MAX_PLANS} tries; the last refusal was: {last}")
 
     async def place(
-        self, plan: Plan, stages: Iterable[int], states: Mapping[int, BlobRef], first_tick: int
+        self,
+        plan: Plan,
+        stages: Iterable[int],
+        states: Mapping[int, BlobRef],
+        first_tick: int,
+        machine: Mapping[str, str] | None = None,
     ) -> list[Refusal]:
-        """Offer these stages to their hosts, all peers at once; what was refused.
+        """Offer these stages to their hosts, all at once but for those of one `machine`; what was refused.
 
         After a refusal the new hosts of the others are told to forget them; an old host elsewhere still has its stage.
         """
         taken: dict[int, tuple[StagePlacement, Accepted]] = {}
+        turns: dict[str, asyncio.Lock] = {}
         by_peer: dict[str, list[StagePlacement]] = {}
         for stage in stages:
             placement = plan.host(stage)
@@ -155,7 +166,8 @@ class Assembly:
         async def on_peer(peer: str, placements: list[StagePlacement]) -> list[Refusal]:
             self._offered[peer] += 1
             try:
-                return await in_turn(peer, placements)
+                async with turns.setdefault((machine or {}).get(peer, peer), asyncio.Lock()):
+                    return await in_turn(peer, placements)
             finally:
                 self._offered[peer] -= 1
 
@@ -256,6 +268,14 @@ class Assembly:
     def forget(self, stages: Iterable[int]) -> None:
         for stage in stages:
             self._accepted.pop(stage, None)
+
+    async def clear(self, reason: str) -> None:
+        """Every stage ends where it is; the links to the peers stay. Streams to come are those of another endpoint."""
+        await self._drop(self._accepted, reason)
+        self.me = self._new_endpoint()
+
+    def _new_endpoint(self) -> Endpoint:
+        return Endpoint(stage=TRAINER, peer=self._transport.peer_id, endpoint=secrets.token_hex(16), incarnation=0)
 
     async def leave(self, reason: str) -> None:
         """Drop every stage and close every link."""

@@ -41,6 +41,10 @@ class Complaints:
                 self._live.exclude(culprit)
                 self._live.lose(culprit, f"stage {fault.stage} says: {fault.reason}")
 
+    def forget(self) -> None:
+        """Every stage begins anew: what was said of streams that are no more counts for nothing."""
+        self._unreached.clear()
+
     async def _wait(self, reporter: str, fault: StageFault) -> None:
         """Two hosts that both reach us but not each other: after a while one of them is replaced."""
         live = self._live

@@ -8,13 +8,17 @@ from dataclasses import dataclass, field, replace
 
 from dht.transport import Transport
 from fusion_p2p.ir import OpDag
-from fusion_p2p.plan import Numerics, Plan
+from fusion_p2p.plan import NumericLogEntry, Numerics, Plan
 from fusion_p2p.split import StageProgram
 from fusion_p2p.workload import Atom
 from peer.channel_io import ChannelSettings
 from peer.events import RunEvent, Sink
 from peer.links import Links
-from peer.offers import DeviceOffer
+from peer.offers import DeviceOffer, SwarmLinks
+from peer.placement import PlanRequest
+from peer.plan_change import Advice
+from peer.plan_codecs import channels_of
+from peer.plan_rates import Rates
 from peer.protocol import BlobRef
 from peer.trainer_assembly import Assembly, Session
 from peer.trainer_state import Manifest, RunFolder
@@ -38,7 +42,15 @@ class TrainerOptions:
     gather_s: float = 60.0
     recover_s: float = 60.0
     mark_interval: int = 0
+    adaptive: bool = False  # cuts and codecs may change at a complete set, not only hosts
+    script: tuple[NumericLogEntry, ...] = ()  # the numeric log that is replayed; the first entry's numerics begin
     channels: ChannelSettings = field(default_factory=ChannelSettings)
+
+
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +64,7 @@ class Placed:
     newest: Manifest  # the newest complete set
     offers: list[DeviceOffer]
     number: int  # of the last plan that was offered to anybody
+    idle: asyncio.Event = field(default_factory=_set_event)  # no tick is open
 
     def edges(self) -> set[tuple[int, int]]:
         """Pairs of stages between which tensors travel. Norms and verdicts are too small to join anybody."""
@@ -64,7 +77,10 @@ class Live:
     """`whole` is set while every stage of the plan has a live host; `lost`: peer of the plan -> why it is gone.
     `early`: the same of hosts of the plan that is about to be in force. `excluded`: peer -> until when it gets none.
     `leaving`: hosts that serve until the next complete set and then hand over -> why; `may_stay`: those of them that
-    go on serving if nobody takes their stages. `kept`: hash of the newest set's snapshots -> buddies that have it."""
+    go on serving if nobody takes their stages. `kept`: hash of the newest set's snapshots -> buddies that have it.
+    `rates`: how fast devices are. `links`: as measured. `advice`: a change for the next set; `script`:
+    entries of the numeric log that are still to come. `placing` is held by whoever changes the plan; incarnations below
+    `fence` are of cuts that are over."""
 
     transport: Transport
     swarm: Swarm
@@ -85,6 +101,32 @@ class Live:
     may_stay: set[str] = field(default_factory=set)
     kept: dict[str, list[str]] = field(default_factory=dict)
     placed: Placed | None = None
+    rates: Rates = field(default_factory=Rates)
+    links: SwarmLinks = field(default_factory=SwarmLinks)
+    advice: Advice | None = None
+    script: list[NumericLogEntry] = field(default_factory=list)
+    placing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    fence: int = 0
+
+    @property
+    def request(self) -> PlanRequest:
+        """What plans are asked for; the links are those known now."""
+        o, dag = self.options, self.dag
+        return PlanRequest(
+            base=o.numerics,
+            stages=o.stages,
+            every_device=o.every_device,
+            compression=o.compression,
+            links=self.links,
+            channels=lambda cuts: channels_of(dag, cuts, o.numerics.micro_batch_size),
+            epoch=self.session.epoch,
+            mark_interval=o.mark_interval,
+        )
+
+    @property
+    def change_due(self) -> bool:
+        """Whether the plan is to change before the next tick."""
+        return self.advice is not None or bool(self.script and self.script[0].first_step <= self.step)
 
     @property
     def run(self) -> str:
@@ -123,7 +165,8 @@ class Live:
         offers = {key: o for key, o in known.items() if o.peer in hosts}
         fresh = [o for o in self.swarm.known if self.may_host(o.peer)]
         offers |= {(o.peer, o.device): known.get((o.peer, o.device), o) for o in fresh}
-        return [o if self.may_host(o.peer) else replace(o, memory_bytes=0) for o in offers.values()]
+        free = [o if self.may_host(o.peer) else replace(o, memory_bytes=0) for o in offers.values()]
+        return self.rates.correct(free)
 
     def hand_over(self, peer: str, reason: str, *, may_stay: bool = False) -> None:
         """`peer` serves until the next complete set, which is made soon; then its stages go elsewhere.

@@ -67,12 +67,16 @@ class Repair:
 
     async def _rehost(self, look: bool) -> str:
         """One try; why it cannot be done now, or "". `look`: read the board anew, which may take seconds."""
-        live, now = self._live, self._live.now
+        live = self._live
         if live.options.recover_s <= 0:
             return "recovery is off"
-        gone = frozenset(live.lost)
         if look:
             await live.swarm.offers()
+        async with live.placing:
+            return await self._put_elsewhere(frozenset(live.lost)) if live.lost else ""
+
+    async def _put_elsewhere(self, gone: frozenset[str]) -> str:
+        live, now = self._live, self._live.now
         offers = live.devices()
         moved = [k for peer in gone for k in self._stages_of(peer)]
         group = recovery_group(now.plan, moved, now.edges())

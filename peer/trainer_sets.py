@@ -40,6 +40,7 @@ class SetKeeper:
         ticks, interval = now.book.next_tick - now.newest.tick, now.plan.mark_interval
         return (
             bool(self._live.leaving)
+            or self._live.change_due
             or bool(interval and ticks >= 2 * interval)
             or now.links.held_bytes() > MAX_HELD_BYTES
         )

@@ -7,16 +7,19 @@ control stream is kept open, so that a dead or frozen one is not tried first.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 
 from dht.errors import DhtError
 from peer.errors import RefusedError
+from peer.plan_rates import steady
 from peer.trainer_host import HostLost
 from peer.trainer_live import AFTER_LOSS_S, Live
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 4.0
+LINKS_EVERY = 5  # looks between readings of what links are measured to carry
 GREETED = 4  # spares with an open control stream
 
 
@@ -28,9 +31,11 @@ class Spares:
 
     async def serve(self) -> None:
         live = self._live
-        while True:
+        for look in itertools.count():
             try:
                 await live.swarm.offers()
+                if look % LINKS_EVERY == LINKS_EVERY - 1:
+                    live.links = steady(live.links, await live.swarm.links())
             except DhtError as error:
                 log.info("the board: %s", error)
             await asyncio.gather(*(self._greet(peer) for peer in self._missing()))

@@ -22,6 +22,7 @@ class Watch:
         self._held_up_s: dict[int, float] = {}
         self._heard: dict[int, asyncio.Event] = {}
         self._told: dict[int, float] = {}
+        self._before: dict[str, int] = {}  # of streams that are over: new cuts count anew
         self.bytes_sent: dict[str, int] = {}
 
     def status(self, status: StageStatus, own: dict[str, int]) -> None:
@@ -30,7 +31,8 @@ class Watch:
         self._sent.update(status.bytes_sent)
         self._waiting[stage] = status.waiting_for
         self._held_up_s[stage] = status.held_up_s
-        self.bytes_sent = self._sent | own
+        sent = self._sent | own
+        self.bytes_sent = {k: sent.get(k, 0) + self._before.get(k, 0) for k in self._before | sent}
         self._heard.setdefault(stage, asyncio.Event()).set()
         self._sink(LinkBytes(self.bytes_sent, {k: w for k, w in self._waiting.items() if w}, dict(self._held_up_s)))
         now = self._clock()
@@ -38,6 +40,10 @@ class Watch:
             self._told[stage] = now
             text = f"stage {stage} has waited {status.waited_s:.0f} s for {status.waiting_for}"
             self._sink(RunEvent(kind="waiting", text=text, time_s=now, stage=stage))
+
+    def begin(self) -> None:
+        """The stages are others now."""
+        self._before, self._sent, self._waiting, self._held_up_s = self.bytes_sent, {}, {}, {}
 
     async def news(self, stages: int, timeout_s: float) -> None:
         """Until every stage has reported once more, `timeout_s` at most."""

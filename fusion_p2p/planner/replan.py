@@ -92,15 +92,22 @@ class Decision:
     new_step_s: float
     migration_s: float
     reason: str
+    horizon_s: float = 0.0
 
 
 def weigh(
-    current: Proposal, new: Proposal, *, horizon_s: float = 600.0, hysteresis: float = HYSTERESIS, forced: bool = False
+    current: Proposal,
+    new: Proposal,
+    *,
+    horizon_s: float = 600.0,
+    hysteresis: float = HYSTERESIS,
+    setup_s: float = 0.0,
+    forced: bool = False,
 ) -> Decision:
     """Whether to move from `current` to `new`, both judged on `new`'s network (the latest measurements).
 
     Moves pay only if the step time falls by more than `hysteresis` and the seconds saved over `horizon_s` exceed
-    those of moving state. `forced`: the current plan cannot go on (a lost peer that nobody absorbed).
+    those of moving state and of `setup_s`. `forced`: the current plan cannot go on (a lost peer that nobody absorbed).
     """
     chain = _translate(current, new.network)
     if chain is None or forced:
@@ -114,7 +121,7 @@ def weigh(
             reason="the current plan names a peer that is gone",
         )
     now = simulate(new.costs, chain).step_s
-    moving = migration_s(new, chain)
+    moving = setup_s + migration_s(new, chain)
     gain = now - new.step_s
     steps = horizon_s / now
     worth = gain > hysteresis * now and gain * steps > moving
@@ -130,6 +137,7 @@ def weigh(
         new_step_s=new.step_s,
         migration_s=moving,
         reason=("switch: " if worth else "stay: ") + why,
+        horizon_s=horizon_s,
     )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from fusion_p2p.capture import Loss, capture
 from fusion_p2p.pipeline import LocalPipeline
-from fusion_p2p.plan import Numerics
+from fusion_p2p.plan import NumericLogEntry, Numerics
 from fusion_p2p.settings import OptimizerSpec
 from peer.data import Source
 
@@ -23,8 +23,12 @@ def undisturbed_weights(
     steps: int,
     seed: int = 0,
     loss: Loss | None = None,
+    log: Sequence[NumericLogEntry] = (),
 ) -> str:
-    """`weights_blake2b` after `steps` steps of `model` as it is now, from the present position of `source` on."""
+    """`weights_blake2b` after `steps` steps of `model` as it is now, from the present position of `source` on.
+
+    `numerics`: of the first step; `log`: entries of a numeric log, whose cuts and codecs hold from their steps on.
+    """
     samples = numerics.micro_batches * numerics.micro_batch_size
     start = source.state_dict()
     example = source.next_batch(numerics.micro_batch_size)
@@ -42,7 +46,10 @@ def undisturbed_weights(
             recompute=numerics.recompute,
             device=numerics.device_class,
         )
-        for _ in range(steps):
+        later = {e.first_step: e.numerics for e in log}
+        for step in range(steps):
+            if step in later and later[step] != pipeline.numerics:
+                pipeline.change(later[step].cuts, later[step].codecs)
             pipeline.train_step(source.next_batch(samples))
         return pipeline.weights_blake2b()
 

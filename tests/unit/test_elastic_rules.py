@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from types import SimpleNamespace
 from typing import cast
@@ -17,9 +16,7 @@ from fusion_p2p.plan import Numerics, Plan, StagePlacement
 from fusion_p2p.workload import Atom
 from peer.channel_io import ChannelSettings
 from peer.lab.chaos import KINDS, parse, schedule
-from peer.offers import DeviceOffer
 from peer.protocol import StageFault
-from peer.trainer_balance import slowness, without
 from peer.trainer_buddies import buddies
 from peer.trainer_complaints import Complaints
 from peer.trainer_live import Live
@@ -73,23 +70,6 @@ def test_a_buddy_is_somebody_else_who_can_be_reached(hosts: list[str], linked: s
 def test_spares_are_buddies_first_and_neighbours_last() -> None:
     assert buddies(plan_of("a", "b"), ("a", "b", "x"))[0] == "x"
     assert buddies(plan_of("a", "b", "c", "d"), ("a", "b", "c", "d"))[0] in ("c", "d")
-
-
-def test_what_slows_everybody_slows_nobody() -> None:
-    trial = {0: 0.1, 1: 0.2, 2: 0.3}
-    assert slowness({k: 7 * t for k, t in trial.items()}, trial) == pytest.approx({0: 1.0, 1: 1.0, 2: 1.0})
-    assert slowness({0: 0.1, 1: 0.8, 2: 0.3}, trial)[1] == pytest.approx(4.0)
-    assert slowness({0: 1.0}, {}) == {}
-
-
-def test_moving_a_slow_peer_away_pays_where_there_is_a_spare() -> None:
-    plan, measured = plan_of("a", "b", "c"), {0: 1.0, 1: 4.0, 2: 1.0}
-    hosts = [DeviceOffer(peer=p, flops_per_s=1e9, memory_bytes=1 << 30) for p in "abc"]
-    spare = DeviceOffer(peer="x", flops_per_s=1e9, memory_bytes=1 << 30)
-    assert without(plan, "b", 4.0, measured, atoms_of(3), [*hosts, spare]) == pytest.approx((4.0, 1.0))
-    assert without(plan, "b", 4.0, measured, atoms_of(3), hosts) == pytest.approx((4.0, 2.0))  # beside another
-    full = [h if h.peer == "b" else DeviceOffer(peer=h.peer, flops_per_s=1e9, memory_bytes=0) for h in hosts]
-    assert without(plan, "b", 4.0, measured, atoms_of(3), full) == (4.0, math.inf)
 
 
 class _Judge:

@@ -281,7 +281,7 @@ def test_a_trial_step_that_contradicts_the_record_moves_work() -> None:
     share = {p.peer: p.stage for p in revised.placement}
     assert revised.number == plan.number + 1
     assert revised.numerics.cuts == ((1,) if share[slow] == 0 else (11,))  # 16 + 3 x 11 s; ten on ten take 20 + 3 x 10
-    assert any("took 5 times what its record promises" in r for r in revised.reasons)
+    assert any("take 5 times what its record promises" in r for r in revised.reasons)
     assert {o.peer: o.correction for o in known}[slow] == pytest.approx(5.0)
 
 

@@ -1,0 +1,77 @@
+"""How fast devices and links really are, kept steady: a figure changes only when it is clearly another. Pure.
+
+A device's correction is its measured over its predicted seconds. It comes from trial steps first, then from what the
+stages report of real steps, and stays with the device wherever its stages go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from fusion_p2p.planner import Link
+from peer.offers import DeviceOffer, SwarmLinks
+
+CLEAR = 1.25  # new over known, either way, from which a device's correction changes: noise of +-10% never does
+CLEAR_LINK = 1.5  # the same for a link's rate; probes of a used link vary more
+Key = tuple[str, str]  # peer, device
+
+
+class Rates:
+    """Corrections by (peer, device)."""
+
+    def __init__(self) -> None:
+        self._known: dict[Key, float] = {}
+        self.real: set[Key] = set()  # devices of which real steps were seen: no trial step knows better
+
+    def take(self, offers: Iterable[DeviceOffer]) -> None:
+        """What trial steps said: it counts as it is."""
+        for o in offers:
+            if o.correction != 1.0 and (o.peer, o.device) not in self.real:
+                self._known[o.peer, o.device] = o.correction
+
+    def hear(self, measured: Mapping[Key, float]) -> bool:
+        """Corrections that real steps show; whether any is clearly another than what was known."""
+        news = {k: c for k, c in measured.items() if not within(c, self._known.get(k, 1.0), CLEAR)}
+        self._known |= news
+        self.real |= measured.keys()
+        return bool(news)
+
+    def correct(self, offers: Iterable[DeviceOffer]) -> list[DeviceOffer]:
+        """The offers with what is known of their devices."""
+        return [replace(o, correction=self._known.get((o.peer, o.device), o.correction)) for o in offers]
+
+
+def within(new: float, old: float, factor: float) -> bool:
+    return old > 0 and 1 / factor <= new / old <= factor
+
+
+def steady(known: SwarmLinks, measured: SwarmLinks) -> SwarmLinks:
+    """`measured`, with the known figure of every link that is not clearly faster or slower now."""
+    before = {(x.src, x.dst): x for x in known.links}
+
+    def one(new: Link) -> Link:
+        old = before.get((new.src, new.dst))
+        same = old is not None and within(new.bandwidth_bytes_per_s, old.bandwidth_bytes_per_s, CLEAR_LINK)
+        return old if same and old is not None else new
+
+    links = tuple(map(one, measured.links))
+    if set(links) == set(known.links) and measured.fences == known.fences:
+        return known
+    return SwarmLinks(links=links, fences=measured.fences)
+
+
+def corrections(
+    placed: Mapping[int, Key], measured_s: Mapping[int, float], prior_s: Mapping[int, float]
+) -> dict[Key, float]:
+    """Per device, the seconds of its stages over what its record alone promises; `placed`: stage -> device."""
+    seen, promised = dict[Key, float](), dict[Key, float]()
+    for stage, key in placed.items():
+        if measured_s.get(stage, 0.0) > 0 and prior_s.get(stage, 0.0) > 0:
+            seen[key] = seen.get(key, 0.0) + measured_s[stage]
+            promised[key] = promised.get(key, 0.0) + prior_s[stage]
+    return {key: seen[key] / promised[key] for key in seen}
+
+
+def names(offers: Sequence[DeviceOffer]) -> frozenset[Key]:
+    return frozenset((o.peer, o.device) for o in offers)

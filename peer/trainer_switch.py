@@ -1,0 +1,168 @@
+"""Cuts, codecs and hosts that change while the run goes on: only at a complete set (DESIGN section 2).
+
+Step S ends, every stage's snapshot is in the run folder, nothing is under way; then the state, keyed by parameter
+name, is dealt out anew and everybody begins at S. Where only hosts change, the others keep their state. Until the new
+hosts have accepted, nothing is given up that the set does not hold; if they do not, the old plan goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import msgspec
+
+from fusion_p2p.errors import InputError
+from fusion_p2p.plan import NumericLogEntry, Numerics, Plan
+from fusion_p2p.snapshot import from_bytes, redistribute, to_bytes
+from fusion_p2p.split import split
+from peer.offers import DeviceOffer
+from peer.placement import recovery_group, relocated
+from peer.plan_change import Advice, hosts, still_pays
+from peer.signing import sign
+from peer.trainer_assembly import MAX_PLANS, Refusal
+from peer.trainer_host import RunPaused
+from peer.trainer_live import Live
+from peer.trainer_state import Manifest, StageFile
+
+AFTER_REFUSAL_S = 60.0
+Install = Callable[[Plan, list[DeviceOffer], Manifest], Awaitable[None]]
+
+
+class Switch:
+    """`turn` is held while ticks are released. `install` begins anew with a plan at a set, `adopt` puts a plan in
+    force whose stages go on."""
+
+    def __init__(
+        self,
+        live: Live,
+        turn: asyncio.Lock,
+        install: Install,
+        adopt: Callable[[Plan], Awaitable[None]],
+        refused: Callable[[Refusal], None],
+    ) -> None:
+        self._live, self._turn, self._install, self._adopt, self._refused = live, turn, install, adopt, refused
+
+    async def carry_out(self) -> Advice | None:
+        """Make the change that is due, if the newest set stands where the next tick begins; the advice followed.
+
+        RunPaused if the numeric log prescribes a change that no volunteer can host.
+        """
+        live, followed = self._live, None
+        if not live.change_due:
+            return None
+        async with self._turn:
+            while live.change_due and live.now.newest.tick == live.now.book.next_tick:
+                await live.whole.wait()
+                await live.now.idle.wait()
+                async with live.placing:
+                    if not live.lost and not live.now.book.open_ticks:
+                        followed = await self._change() or followed
+        return followed
+
+    async def _change(self) -> Advice | None:
+        live = self._live
+        due = [e for e in live.script if e.first_step <= live.step]
+        advice, live.advice = live.advice, None
+        if due:
+            live.script = [e for e in live.script if e.first_step > live.step]
+            if due[-1].numerics != live.now.plan.numerics:
+                await self._recut(due[-1].numerics, f"as the numeric log says: {due[-1].reason}", must=True)
+            return None
+        if advice is None or advice.plan is None:
+            return None
+        if advice.plan.numerics == live.now.plan.numerics:
+            return advice if await self._move(advice, advice.plan) else None
+        return advice if await self._recut(advice.plan.numerics, advice.reason, must=False) else None
+
+    # --- other cuts or codecs
+
+    async def _recut(self, numerics: Numerics, reason: str, *, must: bool) -> bool:
+        """Everybody begins anew at the set, under `numerics`. False if nobody could, and the old plan goes on."""
+        live, old = self._live, self._live.now
+        live.say("phase", f"changing cuts or codecs at step {live.step}: {reason}")
+        manifest = await asyncio.to_thread(self._deal, old.newest, numerics)
+        live.fence = old.number + 1
+        await live.assembly.clear("the cuts change")
+        try:
+            plan, offers = await self._assemble(numerics, manifest, old.number + 1)
+        except InputError as error:
+            if must:
+                raise RunPaused(
+                    f"paused: the numeric log changes cuts at step {live.step}, and {error}; "
+                    f"continue with: fusion-run resume {live.folder.root}"
+                ) from None
+            live.say("plan", f"the plan stays: {error}")
+            plan, offers = await self._assemble(old.plan.numerics, old.newest, old.number + 1 + MAX_PLANS)
+            await self._install(plan, offers, old.newest)
+            return False
+        why = f"from step {live.step}: {reason}"
+        plan = msgspec.structs.replace(plan, reasons=(*plan.reasons, why))
+        await asyncio.to_thread(live.folder.save_set, manifest)
+        entry = NumericLogEntry(live.step, plan.numerics, reason)
+        await asyncio.to_thread(live.folder.append_numerics, sign(entry, live.session.owner_key))
+        await self._install(plan, offers, manifest)
+        live.say("plan", f"plan {plan.number}, {plan.numerics.stages} stages, {why}")
+        return True
+
+    def _deal(self, manifest: Manifest, numerics: Numerics) -> Manifest:
+        """The same set under other cuts."""
+        live = self._live
+        snapshots = [from_bytes(data) for data in live.folder.snapshots(manifest).values()]
+        files = []
+        for program in split(live.dag, numerics.cuts):
+            blob, size = live.folder.blobs.put(to_bytes(redistribute(snapshots, program)))
+            files.append(StageFile(stage=program.stage, hash=blob, size=size))
+        return msgspec.structs.replace(manifest, numerics=numerics, stages=tuple(files), epoch=live.session.epoch)
+
+    async def _assemble(self, numerics: Numerics, manifest: Manifest, number: int) -> tuple[Plan, list[DeviceOffer]]:
+        live = self._live
+        request = replace(live.request, base=numerics, pinned=True, number=number)
+        refs = live.refs(manifest)
+        return await live.assembly.assemble(
+            live.atoms, live.devices(), request, lambda _: refs, manifest.tick, self._refused, live.rates.real
+        )
+
+    # --- other hosts
+
+    async def _move(self, advice: Advice, target: Plan) -> bool:
+        """The stages that `target` has elsewhere go there; False if its hosts would not, and nothing moved."""
+        live, now = self._live, self._live.now
+        here = now.plan
+        moved = [k for k, (a, b) in enumerate(zip(hosts(here), hosts(target), strict=True)) if a != b]
+        group = recovery_group(here, moved, now.edges())
+        plan = relocated(here, target, group, number=now.number + 1, reason=advice.reason)
+        now.number = plan.number
+        refusals = await live.assembly.place(plan, group, live.refs(now.newest), now.newest.tick)
+        for refusal in refusals:
+            self._refused(refusal)
+            live.exclude(refusal.placement.peer, AFTER_REFUSAL_S)
+        why = refusals[0].reason if refusals else self._second_thoughts(advice, plan)
+        if why:
+            live.say("plan", f"the plan stays: {why}")
+            back = relocated(here, here, group, number=now.number + 1, reason="")
+            now.number = back.number
+            for r in await live.assembly.place(back, group, live.refs(now.newest), now.newest.tick):
+                live.lose(r.placement.peer, r.reason)
+            await self._leave_behind(plan, back, moved)
+            await self._adopt(back)
+            return False
+        await self._adopt(plan)
+        await self._leave_behind(here, plan, moved)
+        live.say("plan", f"plan {plan.number} from step {live.step}: {advice.reason}")
+        for k in moved:
+            peer = plan.host(k).peer
+            live.say("moving", f"stage {k} moved to {peer[-8:]}: {advice.reason}", peer=peer, stage=k)
+        return True
+
+    async def _leave_behind(self, before: Plan, after: Plan, stages: list[int]) -> None:
+        for k in stages:
+            if before.host(k).peer != after.host(k).peer:
+                await self._live.assembly.drop(before.host(k).peer, (k,), "moved")
+
+    def _second_thoughts(self, advice: Advice, plan: Plan) -> str:
+        """What the trial steps of hosts that were not known yet say: why the move does not pay, or ""."""
+        live = self._live
+        new = {k: s for k, s in live.assembly.trial_s().items() if hosts(plan)[k] not in live.rates.real}
+        return still_pays(plan, new, advice, live.atoms, live.devices(), live.request)

@@ -99,6 +99,7 @@ class Stage:
         self._optimizer = Optimizer(optimizer, {n: p for n, p in self._params.items() if n in trainable})
         self._restore(state)
         self._now = _Tick()
+        self.fastest_s = dict[str, float]()  # the least that a unit of each name ("forward", ...) has taken
         self._tick_start = self._clock()
 
     # --- frames in, units out
@@ -120,7 +121,9 @@ class Stage:
             if all(self._inbox.has(slot, self.tick, m) for slot, m in unit.needs):
                 start = self._clock()
                 frames = unit.run()
-                self._now.spent[unit.name] = self._now.spent.get(unit.name, 0.0) + self._clock() - start
+                took = self._clock() - start
+                self._now.spent[unit.name] = self._now.spent.get(unit.name, 0.0) + took
+                self.fastest_s[unit.name] = min(took, self.fastest_s.get(unit.name, took))
                 return [*frames, *self._report()] if unit.name in ("update", "end") else frames
         return None
 

@@ -40,13 +40,14 @@ from peer.data_stream import SpooledSource, as_source, in_parts
 from peer.events import EvalResult, Happening, RunEvent, Sink, StepResult
 from peer.interrupts import SESSION_S, undisturbed
 from peer.lab.local_swarm import LocalSwarm
+from peer.plan_hosts import check_planner
 from peer.report import Report, TrainSummary, summary
 from peer.run_checks import check_run
 from peer.run_control import SESSION_LOCK, TrainerLock
 from peer.signing import load_or_create_key
 from peer.trainer import AHEAD, step_result
 from peer.trainer_host import RunPaused
-from peer.trainer_live import TrainerOptions
+from peer.trainer_live import GATHER_S, TrainerOptions
 from peer.trainer_state import RunFolder
 from peer.trainer_ticks import TickResult
 
@@ -67,6 +68,7 @@ class Run:
     stages: None lets the planner choose; each volunteer of a LocalSwarm gets one. compression: "adatopk" compresses
     links that would hold the pipeline up, and only as far as needed; "none"; "adatopk-paper" and "topk:100" are the
     published rules; a codec's name ("int8", "rotated:4/2", ...) holds for every cut.
+    planner: "opfence"; "equal-layers:SEED", "equal-compute:SEED", "published:SEED" are what it is measured against.
     numerics: "pinned" keeps the first plan's numerics to the end. dtype: "bfloat16" computes in it, weights stay
     float32. device_class: stages go to "cpu" or "cuda" devices only; "auto": to what is faster in sum.
     recompute: activations are computed again in the backward instead of kept; changes no bit.
@@ -93,6 +95,7 @@ class Run:
         seed: int = 0,
         run_dir: str | os.PathLike[str] | None = None,
         compression: str = "adatopk",
+        planner: str = "opfence",
         numerics: str = "pinned",
         dtype: str = "float32",
         recompute: bool = False,
@@ -124,7 +127,8 @@ class Run:
             numerics=numerics,
         )
         ladder_of(compression)  # says so now if it is no codec
-        self._compression = compression
+        check_planner(planner)
+        self._compression, self._planner = compression, planner
         self._model, self._data, self._loss = model, data, loss
         self._name, self._description, self._seed = name, description, seed
         self._optimizer = optimizer_of(optimizer, model, clip_norm)
@@ -246,11 +250,12 @@ class Run:
         loop = LoopThread(f"run {self._name}")
         self._closing.callback(loop.stop)
         loop.start()
-        local = isinstance(self._swarm, LocalSwarm)
+        swarm = self._swarm if isinstance(self._swarm, LocalSwarm) else None
         work = open_session(
             addresses=addresses_of(self._swarm),
-            loopback=local,
-            compute=self._compute and not local,
+            loopback=swarm is not None and swarm.loopback,
+            links=None if swarm is None else swarm.links,
+            compute=self._compute and swarm is None,
             allow_peers=self._allow_peers,
             folder=folder,
             owner=owner,
@@ -258,9 +263,11 @@ class Run:
             options=TrainerOptions(
                 numerics=self._numerics,
                 stages=self._stages,
-                every_device=local,
+                every_device=swarm is not None and swarm.every_device,
                 compression=self._compression,
-                peers=self._swarm.peers if isinstance(self._swarm, LocalSwarm) else 1,
+                planner=self._planner,
+                peers=1 if swarm is None else swarm.peers,
+                gather_s=GATHER_S if swarm is None else swarm.gather_s,
                 recover_s=self._recover_s,
                 mark_interval=self._save_every,
                 channels=channels_of(self._swarm),

@@ -20,6 +20,7 @@ from peer.blobs import serve_blobs
 from peer.channel_io import ChannelSettings
 from peer.events import Happening, RunEvent, Sink
 from peer.lab.local_swarm import OwnDevice
+from peer.offers import SwarmLinks
 from peer.ratelimit import Limiter
 from peer.signing import public_bytes
 from peer.trainer import Trainer
@@ -62,6 +63,7 @@ async def open_session(
     *,
     addresses: tuple[str, ...],
     loopback: bool,
+    links: SwarmLinks | None,
     compute: bool,
     allow_peers: tuple[str, ...],
     folder: RunFolder,
@@ -73,7 +75,8 @@ async def open_session(
     total_steps: int,
     data_state: bytes,
 ) -> SwarmSession:
-    """Join the swarm and place the run. On failure everything opened is closed again."""
+    """Join the swarm and place the run. On failure everything opened is closed again. `links`: known beforehand, so
+    that what volunteers measure does not count."""
     async with contextlib.AsyncExitStack() as stack:
         transport = await p2p.start(
             folder.root / "trainer.key",
@@ -90,7 +93,7 @@ async def open_session(
             allowed = (*allow_peers, own.ready.peer) if allow_peers else ()
         signed_spec, spec = folder.spec()
         epoch = folder.next_epoch()
-        swarm = Swarm(board, allow_peers=allowed)
+        swarm = Swarm(board, allow_peers=allowed, links=links)
         publisher = Publisher(swarm, folder, spec, owner, transport.peer_id, epoch)
         publisher.total = total_steps
 

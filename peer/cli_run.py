@@ -290,6 +290,42 @@ def plan(
 
 
 @app.command()
+def lab(
+    testbed: Annotated[
+        str, typer.Argument(metavar="FILE[:NAME]", help="Testbed file, such as examples/testbeds/lab.json:N1.")
+    ],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file; fusion-run init writes one.")],
+    rate_scale: Annotated[float, typer.Option(min=1e-6, help="All bandwidths times this.")] = 1.0,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps measured, after one that does not count.")] = 5,
+    compression: Annotated[
+        str, typer.Option(metavar="RULE", help="adatopk, adatopk-paper, topk:100, none or a codec. Default: CONFIG's.")
+    ] = "",
+    planner: Annotated[
+        str, typer.Option("--plan", help="opfence, equal-layers:SEED, equal-compute:SEED or published:SEED.")
+    ] = "opfence",
+    report: ReportOption = None,
+    links_only: Annotated[
+        bool, typer.Option("--links-only", help="Build it, measure its links, train nothing.")
+    ] = False,
+) -> None:
+    """Build a testbed on this machine (network namespaces, shaped links, CPU shares; root) and train on it."""
+    from peer.lab.cli_lab import LabOptions
+    from peer.lab.cli_lab import run as run_lab
+
+    options = LabOptions(
+        testbed=testbed,
+        config=config,
+        rate_scale=rate_scale,
+        steps=steps,
+        compression=compression,
+        planner=planner,
+        report=report,
+        probe_only=links_only,
+    )
+    _end(run_lab(options))
+
+
+@app.command()
 def init(preset: Annotated[str, typer.Argument(metavar="gpt2|resnet", help="Kind of model.")]) -> None:
     """Print a commented configuration: fusion-run init gpt2 > gpt2.toml"""
     from peer.config_text import render

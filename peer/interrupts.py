@@ -19,7 +19,11 @@ from types import FrameType
 
 SESSION_S, LOOP_S, KILL_AFTER_S = 3.0, 1.5, 3.0  # freeing the volunteers; ending our tasks; SIGTERM to SIGKILL
 END_S = 9.0
-_OURS = ("peer.lab.local_swarm", "dht.p2pd")  # each with an `end_all`; in this order: volunteers leave folders too
+_OURS = (
+    "peer.lab.local_swarm",
+    "dht.p2pd",
+    "peer.lab.netns",
+)  # each with an `end_all`; in this order: volunteers leave folders too
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ once more with what the trial steps took. Pure: no sockets, no clock.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -24,7 +25,7 @@ from fusion_p2p.planner.proposal import finish, make_costs
 from peer.channel_io import log_bytes
 from peer.offers import DeviceOffer, SwarmLinks, network_of, sources
 from peer.plan_codecs import Channel, choices, ladder_for, link_codecs, neighbours, rungs_of, with_rungs
-from peer.plan_hosts import device_of, propose
+from peer.plan_hosts import OPFENCE, device_of, propose, propose_by
 
 if TYPE_CHECKING:
     from fusion_p2p.workload import Atom
@@ -50,6 +51,7 @@ class PlanRequest:
     every_device: bool = False
     pinned: bool = False
     compression: str = "adatopk"
+    planner: str = "opfence"
     links: SwarmLinks = field(default_factory=SwarmLinks)
     channels: Callable[[tuple[int, ...]], Sequence[Channel]] | None = None
     state_factor: float = 7.0
@@ -95,17 +97,7 @@ def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: Pla
             f"stages = {request.stages} is out of range; this model can be cut into 1 to {len(atoms)} stages"
         )
     base = request.base
-    given = base.codecs if request.pinned else ()
-    found = propose(
-        _workload(atoms, request),
-        offers,
-        request.links,
-        micro_batches=base.micro_batches,
-        ladder=ladder_for(request.compression, given),
-        stages=request.stages,
-        every_device=request.every_device,
-        pinned=base.cuts if request.pinned else None,
-    )
+    found = _propose(atoms, offers, request)
     if found is None:
         raise InputError(_shortage(atoms, offers, request))
     proposal, slots = found
@@ -121,6 +113,25 @@ def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: Pla
         proposal = with_rungs(proposal, {(c.src, c.dst): c.rung for c in chosen})
     hosts = [slots[h] for h in proposal.chain.hosts]
     return _plan(atoms, offers, request, proposal, numerics, hosts, why)
+
+
+def _propose(
+    atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest
+) -> tuple[Proposal, list[DeviceOffer]] | None:
+    base, workload = request.base, _workload(atoms, request)
+    if request.planner != OPFENCE and not request.pinned:
+        return propose_by(request.planner, workload, offers, request.links, micro_batches=base.micro_batches)
+    given = base.codecs if request.pinned else ()
+    return propose(
+        workload,
+        offers,
+        request.links,
+        micro_batches=base.micro_batches,
+        ladder=ladder_for(request.compression, given),
+        stages=request.stages,
+        every_device=request.every_device,
+        pinned=base.cuts if request.pinned else None,
+    )
 
 
 def _plan(
@@ -223,8 +234,9 @@ def revise(
 ) -> tuple[Plan, list[DeviceOffer]]:
     """`plan` as the stages' trial steps see it (seconds a micro-batch, forward and backward), and corrected offers.
 
-    The same number comes back where every device is within `WRONG` of its prediction or no other plan would be
-    `WORTH` it, the prediction corrected; else a plan of the next number.
+    The same number comes back, its prediction corrected, where every device is within `WRONG` of what was promised or
+    no other plan would be `WORTH` it; else a plan of the next number. A device that had no trial step is taken to be
+    off by as much as the median of those that had.
     """
     predicted, measured = dict[tuple[str, str], float](), dict[tuple[str, str], float]()
     now = proposal_of(plan, atoms, offers, request)
@@ -234,14 +246,15 @@ def revise(
             predicted[key] = predicted.get(key, 0.0) + now.score.stage_s[p.stage]
             measured[key] = measured.get(key, 0.0) + measured_s[p.stage]
     ratio = {key: measured[key] / predicted[key] for key in measured}
-    wrong = {key: r for key, r in ratio.items() if not 1 / WRONG <= r <= WRONG}
-    if not wrong:
+    wrong = any(not 1 / WRONG <= r <= WRONG for r in ratio.values())
+    if not ratio:
         return plan, list(offers)
-    offers = [replace(o, correction=o.correction * wrong.get((o.peer, o.device), 1.0)) for o in offers]
+    usual = statistics.median(ratio.values())  # what a model's operators cost beyond what rates promise, all alike
+    offers = [replace(o, correction=o.correction * ratio.get((o.peer, o.device), usual)) for o in offers]
     other = make_plan(atoms, offers, replace(request, number=plan.number + 1))
     now = proposal_of(plan, atoms, offers, request)
     then_s = other.prediction.step_time_s if other.prediction is not None else 0.0
-    if then_s < WORTH * now.step_s and then_s < now.step_s - WORTH_S:
+    if wrong and then_s < WORTH * now.step_s and then_s < now.step_s - WORTH_S:
         return other, offers
     sizes = [stage_bytes(plan, k, atoms, request.state_factor) for k in range(plan.numerics.stages)]
     why = [r for r in plan.reasons if r.startswith("link ")]

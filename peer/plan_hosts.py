@@ -9,9 +9,17 @@ from dataclasses import replace
 import numpy as np
 
 from fusion_p2p.errors import InputError
-from fusion_p2p.planner import Constraints, Ladder, Network, Proposal, Workload, plan
+from fusion_p2p.planner import DENSE, Constraints, Ladder, Network, Proposal, Workload, baselines, plan
+from fusion_p2p.planner.opfence import Best, Searched
+from fusion_p2p.planner.proposal import finish, make_costs
 from peer.offers import DeviceOffer, SwarmLinks, network_of
 
+OPFENCE = "opfence"
+RULES = {
+    "equal-layers": baselines.random_equal_layers,
+    "equal-compute": baselines.random_equal_compute,
+    "published": baselines.published,
+}
 SEEDS = 4  # fastest devices around which a neighbourhood is tried
 
 
@@ -63,6 +71,26 @@ def propose(
     best, keep = tried[min(found)[1]]
     assert best is not None
     return best, [offers[i] for i in keep] if keep is not None else list(offers)
+
+
+def check_planner(planner: str) -> tuple[str, int]:
+    """The rule's name and its seed (0 where none is given). InputError."""
+    kind, _, seed = planner.partition(":")
+    if planner == OPFENCE or (kind in RULES and (seed.isdecimal() or not seed) and len(seed) < 10):
+        return kind, int(seed or 0)
+    raise InputError(f"planner {planner!r} is unknown; use {OPFENCE}, or {', '.join(f'{r}:SEED' for r in RULES)}")
+
+
+def propose_by(
+    planner: str, workload: Workload, offers: Sequence[DeviceOffer], known: SwarmLinks, *, micro_batches: int
+) -> tuple[Proposal, list[DeviceOffer]]:
+    """What a rule of `RULES` makes of the same offers, links dense: baselines to measure OP-Fence against."""
+    kind, seed = check_planner(planner)
+    dense = Ladder((DENSE,))
+    costs = make_costs(workload, network_of(offers, known), micro_batches=micro_batches, ladder=dense)
+    chain, score = RULES[kind](costs, seed)
+    best = Best(chain, score, chain.hosts, score.bottleneck_s)
+    return finish(costs, Searched([best], 0.0, ()), Constraints()), list(offers)
 
 
 def _shared(offers: Sequence[DeviceOffer], stages: int) -> list[DeviceOffer]:

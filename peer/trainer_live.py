@@ -25,6 +25,7 @@ from peer.trainer_state import Manifest, RunFolder
 from peer.trainer_swarm import Swarm
 from peer.trainer_ticks import TickBook
 
+GATHER_S = 60.0
 AFTER_LOSS_S = 15.0  # before a volunteer that was lost, or could not be reached, is tried again
 
 
@@ -37,9 +38,10 @@ class TrainerOptions:
     numerics: Numerics  # its cuts count only in a resumed run
     stages: int | None = None
     every_device: bool = False  # where `stages` is None: each device gets one, not only those that pay
+    planner: str = "opfence"  # as in `plan_hosts.propose_by`
     compression: str = "adatopk"  # of a new run's links, as `fusion_p2p.adatopk.ladder_of` has it
     peers: int = 1
-    gather_s: float = 60.0
+    gather_s: float = GATHER_S
     recover_s: float = 60.0
     mark_interval: int = 0
     adaptive: bool = False  # cuts and codecs may change at a complete set, not only hosts
@@ -117,6 +119,7 @@ class Live:
             stages=o.stages,
             every_device=o.every_device,
             compression=o.compression,
+            planner=o.planner,
             links=self.links,
             channels=lambda cuts: channels_of(dag, cuts, o.numerics.micro_batch_size),
             epoch=self.session.epoch,

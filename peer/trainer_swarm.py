@@ -23,10 +23,10 @@ _LINKS_S = 10.0  # to read what was measured; a plan does without rather than wa
 
 
 class Swarm:
-    """`allow_peers`: only these may be given stages; empty: any."""
+    """`allow_peers`: only these may be given stages; empty: any. `links`: known beforehand, else as measured."""
 
-    def __init__(self, board: Board, *, allow_peers: Sequence[str] = ()) -> None:
-        self._board, self._allowed = board, frozenset(allow_peers)
+    def __init__(self, board: Board, *, allow_peers: Sequence[str] = (), links: SwarmLinks | None = None) -> None:
+        self._board, self._allowed, self._links = board, frozenset(allow_peers), links
         self.addresses: dict[str, tuple[str, ...]] = {}
         self.known: list[DeviceOffer] = []
         self._fence_of: dict[str, str] = {}
@@ -83,6 +83,8 @@ class Swarm:
 
     async def links(self) -> SwarmLinks:
         """What is measured between the peers that may be asked; nothing if the board does not say in time."""
+        if self._links is not None:
+            return self._links
         try:
             async with asyncio.timeout(_LINKS_S):
                 return await read_links(self._board, await self._present())

@@ -27,6 +27,7 @@ from dht.p2pd import clear_leftovers
 from fusion_p2p.errors import InputError
 from peer.errors import PeerError
 from peer.interrupts import KILL_AFTER_S, undisturbed
+from peer.offers import SwarmLinks
 
 READY_TIMEOUT_S = 60.0
 MAX_READY_BYTES = 4096
@@ -91,12 +92,14 @@ class Volunteer:
         return self._process.poll() is None
 
     @classmethod
-    def launch(cls, home: Path, arguments: Sequence[str]) -> tuple[Volunteer, int]:
-        """Start it; the volunteer and the descriptor on which it will say that it is ready."""
+    def launch(cls, home: Path, arguments: Sequence[str], before: Sequence[str] = ()) -> tuple[Volunteer, int]:
+        """Start it; the volunteer and the descriptor on which it will say that it is ready. `before` is put in front
+        of the command: something that execs the rest."""
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         log = home / "log.txt"
         read_end, write_end = os.pipe()
         command = [sys.executable, "-c", _BOUND, str(os.getpid()), "join", *arguments, "--ready-fd", str(write_end)]
+        command = [*before, *command]
         try:
             with log.open("ab") as output:
                 process = subprocess.Popen(
@@ -208,6 +211,17 @@ class LocalSwarm:
         self._root: Path | None = None
         self.volunteers: list[Volunteer] = []
 
+    # What a run asks of it.
+    loopback = True  # it is reached on 127.0.0.1 only
+    every_device = True  # each volunteer gets a stage
+    ready_s = READY_TIMEOUT_S  # for all volunteers to join
+    gather_s = 60.0  # for all volunteers to have measured their devices
+
+    @property
+    def links(self) -> SwarmLinks | None:
+        """What is known of the links between its volunteers beforehand; None: what they measure counts."""
+        return None
+
     @property
     def addresses(self) -> tuple[str, ...]:
         """Of the volunteers that are there, the longest-standing two: the others and the trainer join them."""
@@ -220,7 +234,7 @@ class LocalSwarm:
 
     def __enter__(self) -> Self:
         self._root = self._home or _temporary_folder("fusion-local-")
-        until = time.monotonic() + READY_TIMEOUT_S
+        until = time.monotonic() + self.ready_s
         try:
             first = self._launch(())
             first[0].wait_ready(first[1], until)
@@ -268,10 +282,16 @@ class LocalSwarm:
         root = self._root
         if root is None:
             raise InputError("the local swarm is not running; use it inside: with LocalSwarm(...) as swarm")
-        arguments = [*addresses, "--threads", str(self._threads), "--loopback"]
+        number = next(self._launched)
+        where, before = self._place(number)
+        arguments = [*addresses, "--threads", str(self._threads), *where]
         arguments += ["--beat-s", str(self.beat_s), "--dead-s", str(self.dead_s)]
         if self._memory:
             arguments += ["--memory", self._memory]
-        launched = Volunteer.launch(root / f"peer-{next(self._launched)}", arguments)
+        launched = Volunteer.launch(root / f"peer-{number}", arguments, before)
         self.volunteers.append(launched[0])
         return launched
+
+    def _place(self, number: int) -> tuple[Sequence[str], Sequence[str]]:
+        """Options that say where volunteer `number` listens, and what is put in front of its command."""
+        return ("--loopback",), ()

@@ -275,7 +275,8 @@ def test_a_trial_step_that_contradicts_the_record_moves_work() -> None:
     plan = make_plan(costs, hosts, request)
     assert plan.numerics.cuts == (6,)
     as_promised, same = revise(plan, costs, hosts, request, {0: 6.5, 1: 5.0})
-    assert as_promised is plan and same == hosts
+    assert as_promised.placement == plan.placement and as_promised.number == plan.number
+    assert {o.peer: o.correction for o in same}[plan.host(0).peer] == pytest.approx(6.5 / 6)
     slow = plan.host(0).peer
     revised, known = revise(plan, costs, hosts, request, {0: 30.0, 1: 6.0})
     share = {p.peer: p.stage for p in revised.placement}

@@ -33,7 +33,7 @@ from fusion_p2p.plan import Numerics, Plan
 from fusion_p2p.settings import OptimizerSpec
 from fusion_p2p.snapshot import from_bytes, weights, weights_blake2b
 from peer.api_loop import LoopThread
-from peer.api_open import Opened, addresses_of, channels_of, created, optimizer_of, position, reopened
+from peer.api_open import Opened, addresses_of, channels_of, created, optimizer_of, position, reopened, replay_of
 from peer.api_session import open_session
 from peer.data import Batch
 from peer.data_stream import SpooledSource, as_source, in_parts
@@ -46,6 +46,7 @@ from peer.run_checks import check_run
 from peer.run_control import SESSION_LOCK, TrainerLock
 from peer.signing import load_or_create_key
 from peer.trainer import AHEAD, step_result
+from peer.trainer_adopt import Replay
 from peer.trainer_host import RunPaused
 from peer.trainer_live import GATHER_S, TrainerOptions
 from peer.trainer_state import RunFolder
@@ -230,9 +231,11 @@ class Run:
         owner = load_or_create_key(home() / "owner.key")
         if isinstance(self._swarm, LocalSwarm) and not self._swarm.volunteers:  # else it is the caller's to end
             self._closing.enter_context(self._swarm)  # volunteers measure themselves while we capture
+        replay: Replay | None = None
         if self._resuming:
             begun, manifest = reopened(folder, source, owner, self._notice)
             self._numerics, self._saved_step = manifest.numerics, manifest.step
+            replay = replay_of(source, begun.dag, manifest)
         else:
             begun = created(
                 folder,
@@ -276,6 +279,7 @@ class Run:
             sink=self._hear,
             total_steps=self._total_steps,
             data_state=position(source),
+            replay=replay,
         )
         self._open_run = Opened(loop, loop.call(work), folder, begun, source)
 

@@ -13,7 +13,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dht.home import last_swarm
-from fusion_p2p.capture import Loss, capture
+from fusion_p2p.capture import Loss, capture, feed
 from fusion_p2p.errors import InputError
 from fusion_p2p.ir import OpDag
 from fusion_p2p.optim import AdamW, check, from_torch
@@ -27,6 +27,7 @@ from peer.data import Source
 from peer.errors import SignatureError
 from peer.lab.local_swarm import LocalSwarm
 from peer.signing import check_own, make_run_spec
+from peer.trainer_adopt import Replay
 from peer.trainer_state import Manifest, RunFolder
 
 
@@ -100,6 +101,13 @@ def reopened(
     manifest = folder.manifest()
     source.load_state_dict(msgspec.json.decode(manifest.data_state))
     return Begun(dag, {}, _no_initial), manifest
+
+
+def replay_of(source: Source, dag: OpDag, newest: Manifest) -> Replay:
+    """The training batches from the set `newest` on, once more, for stages that went on beyond it."""
+    samples = newest.numerics.micro_batches * newest.numerics.micro_batch_size
+    at = msgspec.json.decode(newest.data_state)
+    return Replay(draw=lambda: feed(dag, source.next_batch(samples), {}), rewind=lambda: source.load_state_dict(at))
 
 
 def addresses_of(swarm: LocalSwarm | str | Sequence[str] | None) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from peer.offers import SwarmLinks
 from peer.ratelimit import Limiter
 from peer.signing import public_bytes
 from peer.trainer import Trainer
+from peer.trainer_adopt import Replay
 from peer.trainer_assembly import Session
 from peer.trainer_live import TrainerOptions
 from peer.trainer_publish import Publisher
@@ -74,6 +75,7 @@ async def open_session(
     sink: Sink,
     total_steps: int,
     data_state: bytes,
+    replay: Replay | None = None,
 ) -> SwarmSession:
     """Join the swarm and place the run. On failure everything opened is closed again. `links`: known beforehand, so
     that what volunteers measure does not count."""
@@ -122,5 +124,5 @@ async def open_session(
         )
         await stack.enter_async_context(trainer)
         trainer.spawn(publisher.serve())
-        await trainer.start(data_state)
+        await trainer.start(data_state, replay)
         return SwarmSession(trainer, publisher, swarm, stack.pop_all())

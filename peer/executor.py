@@ -35,6 +35,7 @@ from peer.executor_compute import ComputeThread, Hosted, Key, Snapshot
 from peer.executor_memory import MemoryLimit, gib, is_out_of_memory, limit_memory
 from peer.executor_protocol import (
     MAX_PRIVATE_MESSAGE,
+    Adopt,
     Beat,
     FromExecutor,
     HostStage,
@@ -112,9 +113,11 @@ class Executor:
                 await self._drop((message.spec.run, message.assignment.stage))
                 key = (message.spec.run, message.assignment.stage)
                 self._building[key] = self._spawn(self._host(message))
+            case Adopt():
+                await self._adopt((message.run, message.stage))
             case Connect():
                 if (links := self._links(message.run, message.stage)) is not None:
-                    links.update(message.endpoints, message.plan)
+                    links.update(message.endpoints, message.plan, epoch=message.epoch)
             case Mark():
                 self._mark(message)
             case Trim():
@@ -152,6 +155,7 @@ class Executor:
         finally:
             if self._building.get(key) is asyncio.current_task():
                 del self._building[key]
+        hosted.accepted = accepted
         self._hosted[key] = hosted
         await asyncio.wrap_future(self._compute.call(lambda: self._compute.add(hosted)))
         await self._say(accepted)
@@ -177,8 +181,9 @@ class Executor:
             stage=a.stage, peer=self._transport.peer_id, endpoint=secrets.token_hex(16), incarnation=a.incarnation
         )
         hosted.links = Links(
-            self._transport, me, run, a.epoch, bound=built.stage.bound, logged=lambda dst: message.logged,
-            start_tick=message.first_tick, settings=self._settings, limiter=self._limiter, notify=self._compute.wake,
+            self._transport, me, run, a.epoch, bound=built.stage.bound, start_tick=message.first_tick,
+            logged=lambda dst: message.logged or dst == TRAINER,  # losses and reports are few bytes: always kept
+            settings=self._settings, limiter=self._limiter, notify=self._compute.wake,
             on_event=lambda event: self._on_event(hosted, event),
         )  # fmt: skip
         await hosted.links.__aenter__()
@@ -187,6 +192,15 @@ class Executor:
             trial_forward_s=built.times.forward_s, trial_backward_s=built.times.backward_s,
         )  # fmt: skip
         return hosted, accepted
+
+    async def _adopt(self, key: Key) -> None:
+        """Its trainer is back, in a new session; a Connect under that session's epoch follows."""
+        hosted = self._hosted.get(key)
+        if hosted is None or hosted.accepted is None or hosted.links is None:
+            reason = f"stage {key[1]} does not run here (any more)"
+            return await self._say(Refused(code="gone", reason=reason, stage=key[1], run=key[0]))
+        hosted.links.release()
+        await self._say(msgspec.structs.replace(hosted.accepted, tick=hosted.stage.tick))
 
     # --- and goes
 

@@ -19,6 +19,7 @@ import torch
 from fusion_p2p.frame import Frame
 from fusion_p2p.stage import Stage
 from peer.links import Links
+from peer.protocol import Accepted
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Hosted:
         self.waiting_since = 0.0
         self.held_up_s = 0.0  # in all: its outbox was full
         self.stage_flops: dict[int, float] = {}  # of a micro-batch, by stage
+        self.accepted: Accepted | None = None  # what the trainer was told when the stage came
         self._full_since: float | None = None
 
     def work(self, now: float) -> bool:

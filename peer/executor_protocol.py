@@ -59,6 +59,13 @@ class HostStage(msgspec.Struct, frozen=True, tag="host", kw_only=True):
     logged: bool
 
 
+class Adopt(msgspec.Struct, frozen=True, tag="adopt", kw_only=True):
+    """A new session of the run's trainer goes on with this stage as it is; answered by Accepted."""
+
+    run: str
+    stage: int
+
+
 class Lease(msgspec.Struct, frozen=True, tag="lease", kw_only=True):
     """Whether the run's trainer has been heard of lately; without, its stages send nothing."""
 
@@ -72,7 +79,7 @@ class Upload(msgspec.Struct, frozen=True, tag="upload", kw_only=True):
     bytes_per_s: float | None
 
 
-ToExecutor = Start | HostStage | Connect | Mark | Trim | Drop | Lease | Upload
+ToExecutor = Start | HostStage | Adopt | Connect | Mark | Trim | Drop | Lease | Upload
 
 # --- executor -> daemon
 

@@ -186,13 +186,17 @@ class Links:
             self._loop.call_soon_threadsafe(receiver.room.set)
         return frame
 
-    async def frames(self) -> AsyncIterator[Frame]:
-        """Frames as they come, until the links are closed."""
+    async def frames(self, last_tick: Callable[[], int | None] = lambda: None) -> AsyncIterator[Frame]:
+        """Frames as they come, until the links are closed; later ones than `last_tick` wait (see `look_again`)."""
         while not self._closed:
             self._news.clear()
-            while (frame := self.get_nowait()) is not None:
+            while (frame := self.get_nowait(last_tick())) is not None:
                 yield frame
             await self._news.wait()
+
+    def look_again(self) -> None:
+        """`last_tick` of `frames` has changed."""
+        self._news.set()
 
     def deliver(self, frame: Frame) -> None:
         with self._lock:

@@ -109,7 +109,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", kw_only=True):
 class StageOffer(msgspec.Struct, frozen=True, tag="offer", kw_only=True):
     """`opdag` may be empty when the volunteer said in Welcome that it has this hash. `state` restores the stage at
     `first_tick`; `trial` runs one full-shape step first, so that out-of-memory is a refusal with figures; `logged`:
-    keep what was sent until a Trim covers it."""
+    keep what was sent until a Trim covers it. `adopt`: the stage runs here already, under this incarnation, and goes on
+    where it is for this session; refused (gone) where it does not. Then nothing else of the offer counts."""
 
     assignment: Signed
     numerics: Numerics
@@ -119,6 +120,7 @@ class StageOffer(msgspec.Struct, frozen=True, tag="offer", kw_only=True):
     first_tick: int
     trial: bool = True
     logged: bool = False
+    adopt: bool = False
 
 
 class Connect(msgspec.Struct, frozen=True, tag="connect", kw_only=True):
@@ -129,6 +131,7 @@ class Connect(msgspec.Struct, frozen=True, tag="connect", kw_only=True):
     stage: int
     endpoints: tuple[Endpoint, ...]
     buddies: Annotated[tuple[str, ...], Meta(max_length=4096)] = ()  # who else may fetch the stage's snapshots
+    epoch: int = 0  # filled in by the daemon, from the session's certificate
 
 
 class Mark(msgspec.Struct, frozen=True, tag="mark", kw_only=True):
@@ -171,18 +174,26 @@ class Drop(msgspec.Struct, frozen=True, tag="drop", kw_only=True):
 # --- volunteer -> trainer
 
 
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """A stage that is still here from an earlier session."""
+
+    stage: int
+    incarnation: int
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
-    """`held`: stages of this run that are still here from before; the trainer drops those it does not want."""
+    """`held`: stages of this run that are still here from before; the trainer drops those it does not adopt."""
 
     version: int
     peer: str
     devices: tuple[str, ...]
     have_opdags: tuple[str, ...] = ()
-    held: tuple[int, ...] = ()
+    held: Annotated[tuple[Held, ...], Meta(max_length=4096)] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
-    """`code`: version, policy, busy, lease, memory, admission, signature, state (its bytes could not be had).
+    """`code`: version, policy, busy, lease, memory, admission, signature, state (its bytes could not be had),
+    gone (the stage that is to be adopted does not run here).
 
     `cert`: of the session that leads the run now, where the trainer was put out: without this proof it does not end.
     `needed` and `cap` in bytes for memory. `run` and `stage` of the offer; "" and -1 in answer to a hello.
@@ -206,6 +217,7 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", kw_only=True):
     incarnation: int
     endpoint: str
     memory_bytes: Bytes
+    tick: Bytes = 0  # where the stage is, if it was adopted
     trial_forward_s: Seconds = 0.0
     trial_backward_s: Seconds = 0.0
 

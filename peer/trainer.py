@@ -33,6 +33,7 @@ from peer.offers import DeviceOffer
 from peer.placement import wanted_bytes
 from peer.protocol import BlobRef
 from peer.signing import sign
+from peer.trainer_adopt import Adopted, Replay, adopt, note_hosts, note_release
 from peer.trainer_assembly import Assembly, Refusal, Session
 from peer.trainer_balance import Balance
 from peer.trainer_hearing import Hearing
@@ -97,6 +98,7 @@ class Trainer:
         self.sets = SetKeeper(self._live, self._turn, self.spawn)
         self._switch = Switch(self._live, self._turn, self._install, self._adopt, self._refused)
         self._slots = asyncio.Semaphore(AHEAD)
+        self._new_from = 0  # earlier ticks were released before, by another session
         self._results: dict[int, asyncio.Future[TickResult]] = {}
         self._failed: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -175,16 +177,20 @@ class Trainer:
 
     # --- starting
 
-    async def start(self, data_state: bytes) -> Plan:
+    async def start(self, data_state: bytes, replay: Replay | None = None) -> Plan:
         """Find volunteers, agree on a plan, place every stage. `data_state`: the data's position before the first tick.
 
-        A folder with a complete set goes on from it; a new one begins with the set at tick 0.
+        A folder with a complete set goes on from it, with `replay` from where its stages are if they still run; a new
+        one begins with the set at tick 0.
         """
-        return await self._or_fail(self._start(data_state))
+        return await self._or_fail(self._start(data_state, replay))
 
-    async def _start(self, data_state: bytes) -> Plan:
+    async def _start(self, data_state: bytes, replay: Replay | None) -> Plan:
         live = self._live
         resumed = live.folder.manifest() if live.folder.sets() else None
+        if resumed is not None and replay is not None and (found := await adopt(live, resumed, replay)) is not None:
+            return await self._go_on(resumed, found)
+        await asyncio.to_thread(live.folder.forget_releases)
         offers = await self._gather()
         live.step = resumed.step if resumed else 0
         live.links = await live.swarm.links()
@@ -202,9 +208,28 @@ class Trainer:
             await asyncio.to_thread(self._log, NumericLogEntry(0, plan.numerics, "the first plan"))
             await asyncio.to_thread(live.folder.save_set, self._first_set(plan, data_state))
         await self._install(plan, offers, live.folder.manifest())
-        self.spawn(Repair(live, self._adopt).serve())
-        self.spawn(Spares(live).serve())
+        self._begin()
         return plan
+
+    async def _go_on(self, newest: Manifest, found: Adopted) -> Plan:
+        """With stages that run already: what was released since the newest set is released again."""
+        live, plan = self._live, found.plan
+        live.step = newest.step
+        await asyncio.to_thread(self._first_numerics, newest)
+        offers = await live.swarm.offers()
+        live.links = await live.swarm.links()
+        live.early |= {plan.host(stage).peer: why for stage, why in found.missing.items()}
+        self._new_from = newest.tick + len(found.feeds)
+        await self._install(plan, offers, newest)
+        self._begin()
+        for feed in found.feeds:
+            await self._release(feed, training=True)
+        live.say("recovered", f"{plan.numerics.stages - len(found.missing)} stages go on where they were")
+        return plan
+
+    def _begin(self) -> None:
+        self.spawn(Repair(self._live, self._adopt).serve())
+        self.spawn(Spares(self._live).serve())
 
     def _first_numerics(self, resumed: Manifest | None) -> Numerics:
         """With what this session begins; what the numeric log prescribes for later goes to `live.script`."""
@@ -282,6 +307,7 @@ class Trainer:
         now.plan = plan
         there = {p.peer for p in plan.placement}
         live.leaving = {peer: why for peer, why in live.leaving.items() if peer in there}
+        await note_hosts(live, plan)
         now.links.update(live.assembly.endpoints(), plan.number)
         for lost in await live.assembly.connect(plan):
             live.lose(lost.peer, lost.reason)
@@ -318,7 +344,11 @@ class Trainer:
             future: asyncio.Future[TickResult] = asyncio.get_running_loop().create_future()
             self._results[tick] = future
             live.step += training
-            for frame in release(live.dag, now.programs, tick, header, parts):
+            frames = list(release(live.dag, now.programs, tick, header, parts))
+            if tick >= self._new_from:
+                await asyncio.to_thread(note_release, live.folder, tick, header, frames)
+            now.links.look_again()
+            for frame in frames:
                 await now.links.send(frame)
         return future
 
@@ -327,7 +357,10 @@ class Trainer:
         return await self._or_fail(_result(future))
 
     async def _collect(self, now: Placed) -> None:
-        async for frame in now.links.frames():
+        def last_tick() -> int | None:  # of ticks that an earlier session released: they come before we ask
+            return now.book.next_tick - 1 if now.book.next_tick < self._new_from else None
+
+        async for frame in now.links.frames(last_tick):
             try:
                 result = now.book.take(frame, time.perf_counter())
             except FrameError as error:
@@ -339,7 +372,8 @@ class Trainer:
                     now.idle.set()
                 if result.header.training:
                     self._live.sink(step_result(result))
-                    self._balance.tick(result)
+                    if result.tick >= self._new_from:
+                        self._balance.tick(result)
                 waiter = self._results.pop(result.tick)
                 if not waiter.done():
                     waiter.set_result(result)

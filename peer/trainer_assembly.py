@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, 
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dht.errors import DhtError
@@ -48,6 +49,7 @@ from peer.trainer_host import Host, HostLost
 CERT_S = 24 * 3600.0
 MAX_PLANS = 16  # plans tried before a run gives up on volunteers that refuse
 MEMORY_MARGIN = 0.95
+ADOPT_S = 5.0  # for a host to say that it still has its stage
 MAX_REFUSALS = 2  # of one peer; then it is planned without
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 Lost = Callable[[str, str], None]
@@ -98,6 +100,7 @@ class Assembly:
         self._opening: dict[str, asyncio.Lock] = {}
         self._accepted: dict[int, tuple[StagePlacement, Accepted]] = {}
         self._offered: Counter[str] = Counter()  # peers with an offer under way
+        self._wanted: frozenset[tuple[str, int, int]] = frozenset()  # (peer, stage, incarnation) to be adopted
         self.addresses: Mapping[str, tuple[str, ...]] = {}
         self.me = self._new_endpoint()
 
@@ -196,6 +199,29 @@ class Assembly:
             else:
                 self._accepted[stage] = p, accepted
         return refused
+
+    async def adopt(self, plan: Plan, states: Mapping[int, BlobRef], first_tick: int) -> dict[int, str]:
+        """Take over the stages of an earlier session where they run; why the others are not there, by stage."""
+        self._wanted = frozenset((p.peer, p.stage, p.incarnation) for p in plan.placement)
+
+        async def one(p: StagePlacement) -> str:
+            try:
+                async with asyncio.timeout(ADOPT_S):
+                    host = await self._host(p.peer)
+                    offer = self._offer(plan, p, host, states[p.stage], first_tick)
+                    offer = msgspec.structs.replace(offer, adopt=True, opdag=b"")
+                    accepted = await host.offer(offer, p.stage)
+            except TimeoutError:
+                return f"{p.peer[-8:]} did not answer within {ADOPT_S:g} s"
+            except (RefusedError, HostLost, DhtError) as error:
+                return str(error)
+            if (accepted.run, accepted.incarnation) != (self._session.spec.run, p.incarnation):
+                return "it accepts what it was not offered"
+            self._accepted[p.stage] = p, accepted
+            return ""
+
+        reasons = await asyncio.gather(*map(one, plan.placement))
+        return {p.stage: why for p, why in zip(plan.placement, reasons, strict=True) if why}
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         """Where every stage and the trainer live now."""
@@ -307,7 +333,9 @@ class Assembly:
             raise
         self._hosts[peer] = host
         self._spawn(self._watch(host))
-        await self.drop(peer, host.welcome.held if host.welcome else (), "it lives elsewhere now")
+        held = host.welcome.held if host.welcome else ()
+        useless = [h.stage for h in held if (peer, h.stage, h.incarnation) not in self._wanted]
+        await self.drop(peer, useless, "it lives elsewhere now")
         return host
 
     async def _watch(self, host: Host) -> None:

@@ -76,6 +76,7 @@ class SetKeeper:
     async def _record(self, manifest: Manifest) -> None:
         live = self._live
         await asyncio.to_thread(live.folder.save_set, manifest)
+        await asyncio.to_thread(live.folder.forget_releases, manifest.tick)
         live.now.newest = manifest
         live.now.links.trim(manifest.tick)
         for p in live.now.plan.placement:

@@ -5,6 +5,8 @@ opdag.json          its OP-DAG
 numeric_log.jsonl   signed NumericLogEntry, one a line, append only
 progress.json       Progress: for people and for `list`; never needed to resume
 state/000000012/    one complete set: stage-0.bin ... and manifest.json, which is written last
+hosts.json          Hosts: where the stages run, for a session that starts while they still do
+released.jsonl      Released, one a line: the ticks since the newest set, written before their data is sent
 spool/              batches released since the oldest kept set, where the data source cannot seek
 """
 
@@ -14,13 +16,14 @@ import errno
 import hashlib
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from fusion_p2p.errors import InputError
-from fusion_p2p.plan import NumericLogEntry, Numerics
+from fusion_p2p.plan import NumericLogEntry, Numerics, Plan
 from peer.blobs import BlobStore
 from peer.errors import BlobError
 from peer.protocol import RunSpec, Signed
@@ -60,6 +63,22 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class Hosts(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan in force, and the addresses of the peers that it names."""
+
+    plan: Plan
+    addresses: dict[str, tuple[str, ...]]
+
+
+class Released(msgspec.Struct, frozen=True, kw_only=True):
+    """One released tick. `digest`: BLAKE2b-128 over its frames' payloads, by which the batch is known again."""
+
+    tick: int
+    step: int
+    training: bool
+    digest: bytes
+
+
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Write beside, fsync, rename, fsync the folder: after a crash the old or the new bytes are there, never half."""
     part = path.with_name(f".{path.name}.part")
@@ -85,6 +104,7 @@ class RunFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._journal = threading.Lock()
 
     @property
     def blobs(self) -> BlobStore:
@@ -114,7 +134,7 @@ class RunFolder:
 
     def forget_start(self) -> None:
         """Remove what a run that never had a complete set left here, so that it may be started again."""
-        for name in ("spec.json", "opdag.json", "numeric_log.jsonl"):
+        for name in ("spec.json", "opdag.json", "numeric_log.jsonl", "hosts.json", "released.jsonl"):
             (self.root / name).unlink(missing_ok=True)
         for name in ("state", "spool"):
             shutil.rmtree(self.root / name, ignore_errors=True)
@@ -167,6 +187,42 @@ class RunFolder:
 
     def progress(self) -> Progress:
         return self._read(self.root / "progress.json", Progress)
+
+    def save_hosts(self, hosts: Hosts) -> None:
+        write_atomic(self.root / "hosts.json", msgspec.json.encode(hosts))
+
+    def hosts(self) -> Hosts | None:
+        """None where it is missing or damaged: then the stages are placed anew."""
+        try:
+            return self._read(self.root / "hosts.json", Hosts)
+        except InputError:
+            return None
+
+    def note_release(self, released: Released) -> None:
+        """On disk before the data leaves. Not fsynced: what a power cut takes away is only that stages are adopted."""
+        with self._journal, (self.root / "released.jsonl").open("ab") as file:
+            file.write(msgspec.json.encode(released) + b"\n")
+
+    def released(self, first_tick: int) -> list[Released]:
+        """The ticks from `first_tick` on, in order. InputError where one is missing or damaged."""
+        path = self.root / "released.jsonl"
+        found: dict[int, Released] = {}
+        for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
+            try:
+                entry = msgspec.json.decode(line, type=Released)
+            except msgspec.MsgspecError as error:
+                raise InputError(f"{path} line {number} is damaged: {error}") from None
+            found[entry.tick] = entry  # a tick that was released again counts as it was last
+        ticks = sorted(tick for tick in found if tick >= first_tick)
+        if ticks != list(range(first_tick, first_tick + len(ticks))):
+            raise InputError(f"{path} lacks a tick from {first_tick} on")
+        return [found[tick] for tick in ticks]
+
+    def forget_releases(self, first_tick: int | None = None) -> None:
+        """Keep only the ticks from `first_tick` on; None: none."""
+        with self._journal:
+            kept = [] if first_tick is None else self.released(first_tick)
+            write_atomic(self.root / "released.jsonl", b"".join(msgspec.json.encode(r) + b"\n" for r in kept))
 
     def next_epoch(self) -> int:
         """This session's number, above every earlier one's; on disk before it is used (DESIGN 'Fencing')."""

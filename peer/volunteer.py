@@ -16,17 +16,19 @@ from typing import Protocol
 
 import msgspec
 
+from fusion_p2p.plan import Numerics
 from peer.blobs import BlobStore
 from peer.buddy import Buddy
 from peer.errors import ExecutorDied, RefusedError
 from peer.executor_process import Death, ExecutorProcess
-from peer.executor_protocol import FromExecutor, HostStage, Lease
+from peer.executor_protocol import Adopt, FromExecutor, HostStage, Lease
 from peer.policy import OFFER_S, Fences, Leases, Policy, check_numerics, check_offer, check_run, check_state
 from peer.protocol import (
     Accepted,
     Assignment,
     Connect,
     Drop,
+    Held,
     Keep,
     Kept,
     Mark,
@@ -73,6 +75,7 @@ class HostedStage:
 
     spec: RunSpec
     assignment: Assignment
+    numerics: Numerics
     state_hash: str
     offered: float  # monotonic
     accepted: bool = False
@@ -134,8 +137,10 @@ class Volunteer:
     def have_opdags(self) -> tuple[str, ...]:
         return tuple(sorted(p.name for p in self._opdags.iterdir() if len(p.name) == 64))
 
-    def held(self, run: str) -> tuple[int, ...]:
-        return tuple(sorted(stage for r, stage in self.stages if r == run))
+    def held(self, run: str) -> tuple[Held, ...]:
+        """Stages of the run that work here."""
+        found = (Held(k, s.assignment.incarnation) for (r, k), s in self.stages.items() if r == run and s.accepted)
+        return tuple(sorted(found, key=lambda h: h.stage))
 
     async def offer(self, session: Session, offer: StageOffer) -> None:
         """Check, then hand to the device's executor, which answers later. RefusedError otherwise."""
@@ -146,6 +151,8 @@ class Volunteer:
         a = check_assignment(offer.assignment, session.spec, session.cert, target_peer=self.peer_id, now=time.time())
         others = sum(1 for key in self.stages if key != (a.run, a.stage))
         check_run(self.policy, session.spec, minute_of_day())
+        if offer.adopt:
+            return await self._adopt(session, a, offer.numerics)
         check_offer(self.policy, a, devices=tuple(self.executors), stages=others, state_bytes=offer.state.size)
         check_numerics(offer.numerics, offer.window)
         check_state(offer.state)
@@ -158,7 +165,12 @@ class Volunteer:
         )  # fmt: skip
         before = self.stages.get((a.run, a.stage))
         self.stages[a.run, a.stage] = HostedStage(
-            session.spec, a, offer.state.hash, time.monotonic(), peers=frozenset({session.cert.trainer_peer})
+            session.spec,
+            a,
+            offer.numerics,
+            offer.state.hash,
+            time.monotonic(),
+            peers=frozenset({session.cert.trainer_peer}),
         )
         if before is not None:
             self._discard(*before.snapshots.values(), before.state_hash)
@@ -170,6 +182,22 @@ class Volunteer:
             self._forget((a.run, a.stage))
             raise RefusedError("busy", str(error)) from error
 
+    async def _adopt(self, session: Session, a: Assignment, numerics: Numerics) -> None:
+        """A trainer that started again goes on with a stage where it is. RefusedError (gone) unless it is that one."""
+        stage = self.stages.get((a.run, a.stage))
+        if stage is None or not stage.accepted:
+            raise RefusedError("gone", f"stage {a.stage} does not run here (any more)")
+        there = stage.assignment
+        if (there.incarnation, there.device, stage.numerics) != (a.incarnation, a.device, numerics):
+            raise RefusedError(
+                "gone", f"stage {a.stage} runs here as incarnation {there.incarnation} on {there.device}, not as asked"
+            )
+        self._fences.check(a)
+        _save_fences(self._home / "fences.json", self._fences)
+        stage.assignment = a
+        stage.peers |= {session.cert.trainer_peer}
+        await self._tell(a.device, Adopt(run=a.run, stage=a.stage))
+
     async def command(self, session: Session, message: Connect | Mark | Trim | Drop) -> None:
         """Pass on what concerns a stage of this session's run; anything else is not its business."""
         key = (message.run, message.stage)
@@ -178,6 +206,7 @@ class Volunteer:
             log.warning("trainer of run %s speaks of stage %d, which is not here", session.spec.run, message.stage)
             return
         if isinstance(message, Connect):
+            message = msgspec.structs.replace(message, epoch=session.cert.epoch)
             named = {e.peer for e in message.endpoints}
             stage.peers = frozenset(named | {session.cert.trainer_peer, *message.buddies})
             stage.hosts = {e.stage: e.peer for e in message.endpoints}
@@ -358,7 +387,7 @@ class Volunteer:
         if session is not None:
             session.post(message)
 
-    async def _tell(self, device: str, message: Connect | Mark | Trim | Drop | Lease) -> None:
+    async def _tell(self, device: str, message: Adopt | Connect | Mark | Trim | Drop | Lease) -> None:
         try:
             await self.executors[device].send(message)
         except ExecutorDied as error:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from peer.data_stream import as_source
 from peer.events import RunEvent
 from peer.lab.chaos import KINDS, Chaos, Fault, Kind, schedule
 from peer.lab.undisturbed import undisturbed_weights
+from peer.trainer_state import RunFolder
 from tests.cluster import plain
 
 ADAMW = fusion_p2p.AdamW(lr=3e-3, clip_norm=1.0)
@@ -174,14 +176,24 @@ def resume(folder: Path, steps: int, swarm: LocalSwarm) -> tuple[dict[str, Any],
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_trainer_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "with a host"])
+def test_a_killed_trainer_goes_on(tmp_path: Path, alone: bool) -> None:
+    """Its stages are where they were, and all that is lost is the host that died with it."""
     with LocalSwarm(peers=PEERS) as swarm:
         trainer = start_trainer(tmp_path / "run", 40, swarm)
         wait_for_step(trainer, 17)
+        hosts = RunFolder(tmp_path / "run").hosts()
         trainer.kill()
+        if not alone:
+            assert hosts is not None
+            victim = psutil.Process(swarm.find(hosts.plan.host(1).peer).pid)
+            for process in [*victim.children(recursive=True), victim]:
+                process.kill()
         trainer.communicate()
         report, first_s = resume(tmp_path / "run", 40, swarm)
-    print(f"first step {first_s:.1f} s after the restart")
+    print(f"first step {first_s:.1f} s after the restart; {[e['text'] for e in report['events']]}")
+    adopted = STAGES if alone else STAGES - 1
+    assert f"{adopted} stages go on where they were" in {e["text"] for e in report["events"]}
     assert [s["step"] for s in report["steps"]] == list(range(10, 40))
     expected = undisturbed_weights(
         plain.gpt2(),

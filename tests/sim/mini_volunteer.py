@@ -11,6 +11,7 @@ import msgspec
 
 from dht.records import Device, PeerRecord
 from dht.transport import Stream
+from fusion_p2p.frame import TRAINER
 from fusion_p2p.ir import OpDag
 from fusion_p2p.snapshot import from_bytes, to_bytes
 from fusion_p2p.split import split
@@ -29,10 +30,12 @@ from peer.protocol import (
     Connect,
     Drop,
     Endpoint,
+    Held,
     Hello,
     Mark,
     Refused,
     RunSpec,
+    SessionCert,
     Snapshotted,
     StageOffer,
     StageStatus,
@@ -78,6 +81,7 @@ class MiniVolunteer:
         self.store, self.refuse = BlobStore(folder / peer), refuse or {}
         self.hosted: dict[int, _Hosted] = {}
         self.offered: list[int] = []
+        self.adopted: list[int] = []
         self.alive = True
         self.trial_s = 0.0
 
@@ -106,17 +110,20 @@ class MiniVolunteer:
         hello = await messages.receive(timeout_s=5.0)
         assert isinstance(hello, Hello)
         spec = msgspec.msgpack.decode(hello.spec.body, type=RunSpec)
-        await self._say(messages, Welcome(version=PROTOCOL_VERSION, peer=self.peer, devices=("cpu",)))
+        await self._say(
+            messages, Welcome(version=PROTOCOL_VERSION, peer=self.peer, devices=("cpu",), held=self._held())
+        )
+        epoch = msgspec.msgpack.decode(hello.cert.body, type=SessionCert).epoch
         marks: set[asyncio.Task[None]] = set()
         while (message := await messages.receive(timeout_s=60.0)) is not None:
             match message:
                 case StageOffer():
-                    await self._say(messages, await self._host(spec, message, stream.remote))
+                    await self._say(messages, await self._host(spec, message))
                     stage = msgspec.msgpack.decode(message.assignment.body, type=Assignment).stage
                     if stage in self.hosted:
                         await self._say(messages, StageStatus(run=spec.run, stage=stage, incarnation=0, tick=0))
                 case Connect():
-                    self.hosted[message.stage].links.update(message.endpoints, message.plan)
+                    self.hosted[message.stage].links.update(message.endpoints, message.plan, epoch=epoch)
                 case Mark():
                     marks.add(asyncio.create_task(self._mark(messages, message)))
                 case Trim():
@@ -124,8 +131,17 @@ class MiniVolunteer:
                 case Drop():
                     await self._drop(message.stage)
 
-    async def _host(self, spec: RunSpec, offer: StageOffer, trainer: str) -> Accepted | Refused:
+    def _held(self) -> tuple[Held, ...]:
+        return tuple(Held(k, h.links.me.incarnation) for k, h in self.hosted.items())
+
+    async def _host(self, spec: RunSpec, offer: StageOffer) -> Accepted | Refused:
         a = msgspec.msgpack.decode(offer.assignment.body, type=Assignment)
+        if offer.adopt:
+            there = self.hosted.get(a.stage)
+            if there is None or there.links.me.incarnation != a.incarnation:
+                return Refused(code="gone", reason="it does not run here", stage=a.stage)
+            self.adopted.append(a.stage)
+            return self._accepted(spec, there)
         self.offered.append(a.stage)
         if a.stage in self.refuse:
             return self.refuse[a.stage]
@@ -149,19 +165,24 @@ class MiniVolunteer:
             spec.run,
             a.epoch,
             bound=stage.bound,
-            logged=lambda dst: offer.logged,
+            logged=lambda dst: offer.logged or dst == TRAINER,
             start_tick=offer.first_tick,
             notify=lambda: hosted.news.set(),
         )
         await links.__aenter__()
         hosted = self.hosted[a.stage] = _Hosted(stage, links)
         hosted.task = asyncio.create_task(hosted.run())
+        return self._accepted(spec, hosted)
+
+    def _accepted(self, spec: RunSpec, hosted: _Hosted) -> Accepted:
+        me = hosted.links.me
         return Accepted(
             run=spec.run,
-            stage=a.stage,
-            incarnation=a.incarnation,
+            stage=me.stage,
+            incarnation=me.incarnation,
             endpoint=me.endpoint,
             memory_bytes=1 << 20,
+            tick=hosted.stage.tick,
             trial_forward_s=self.trial_s,
         )
 

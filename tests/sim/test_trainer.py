@@ -26,6 +26,7 @@ from peer.protocol import Accepted, Refused
 from peer.ratelimit import Limiter
 from peer.signing import make_run_spec, new_session_key
 from peer.trainer import Trainer
+from peer.trainer_adopt import Replay
 from peer.trainer_assembly import Session
 from peer.trainer_host import RunPaused
 from peer.trainer_live import TrainerOptions
@@ -115,7 +116,10 @@ class Lab:
         marks: int = 4,
         compression: str = "adatopk",
         script: tuple[NumericLogEntry, ...] = (),
+        replay: Replay | None = None,
+        dies: bool = False,
     ) -> AsyncIterator[Trainer]:
+        """`dies`: at the end it tells nobody, and its volunteers live on."""
         epoch = self.folder.next_epoch()
         transport = self.network.transport(f"trainer-{epoch}")
         signed, spec = self.folder.spec()
@@ -143,12 +147,14 @@ class Lab:
         )
         try:
             async with trainer:
-                await trainer.start(b"at 0")
+                await trainer.start(b"at 0", replay)
                 yield trainer
+                if dies:
+                    trainer._live.assembly._hosts.clear()
         finally:
             await transport.close()
             for volunteer in self.volunteers:
-                if volunteer.alive:
+                if volunteer.alive and not dies:
                     await volunteer.transport.close()
 
     async def train(self, trainer: Trainer, first: int, last: int, after: Callable[[int], object] = id) -> list[float]:
@@ -390,5 +396,90 @@ def test_who_accepts_another_stage_than_the_offered_is_left_out(
             async with lab.trainer(1):
                 pass
         assert len(liar.offered) == 1
+
+    asyncio.run(main())
+
+
+class _Data:
+    """The batches from step `first` on, once more; `shift` makes them others."""
+
+    def __init__(self, captured: Captured, first: int, shift: int = 0) -> None:
+        self.captured, self.first, self.next, self.shift = captured, first, first, shift
+
+    def replay(self) -> Replay:
+        def draw() -> Any:
+            self.next += 1
+            return self.captured.feed(batch(self.next - 1 + self.shift))
+
+        def rewind() -> None:
+            self.next = self.first
+
+        return Replay(draw, rewind)
+
+
+@MINUTE
+@pytest.mark.parametrize("gone", [None, 1], ids=["all there", "one gone"])
+def test_a_trainer_that_died_finds_its_stages_where_they_were(
+    captured: Captured, tmp_path: Path, gone: int | None
+) -> None:
+    """Two steps under way and all since the set come out once, nothing is computed twice, the weights are the same."""
+
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        for k in range(4):
+            await lab.add(f"volunteer{k}")
+        async with lab.trainer(3, dies=True) as trainer:
+            await lab.train(trainer, 0, 4)
+            await trainer.save(b"at 4")
+            await lab.train(trainer, 4, 7)
+            hosts = {k: lab.host(trainer, k) for k in range(3)}
+            for step in (7, 8):
+                await trainer.release(captured.feed(batch(step)), training=True)
+        if gone is not None:
+            await hosts[gone].kill()
+        lab.heard.clear()
+        before = [list(v.offered) for v in lab.volunteers]
+        async with lab.trainer(3, replay=_Data(captured, 4).replay()) as again:
+            assert again.step == 9
+            losses = await lab.train(again, 9, 12)
+            want = expected(captured, again.plan.numerics.cuts, 12)
+            assert losses == want[0][9:] and await lab.hash(again, 12) == want[1]
+            steps = [h for h in lab.heard if isinstance(h, StepResult)]
+            assert [s.step for s in steps] == list(range(4, 12)) and [s.loss for s in steps] == want[0][4:]
+            adopted = [k for k in range(3) if k != gone]
+            assert sorted(k for v in lab.volunteers for k in v.adopted) == adopted
+            offered = [k for v, b in zip(lab.volunteers, before, strict=True) for k in v.offered[len(b) :]]
+            assert offered == ([] if gone is None else [gone])
+            assert again.plan.epoch == 2 and [p.incarnation for p in again.plan.placement if p.stage != gone] == [1] * (
+                len(adopted)
+            )
+
+    asyncio.run(main())
+
+
+@MINUTE
+@pytest.mark.parametrize("why", ["other data", "an evaluation", "no stage"])
+def test_what_cannot_be_adopted_is_restored(captured: Captured, tmp_path: Path, why: str) -> None:
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        for k in range(2):
+            await lab.add(f"volunteer{k}")
+        async with lab.trainer(2, dies=True) as trainer:
+            await lab.train(trainer, 0, 4)
+            await trainer.save(b"at 4")
+            await lab.train(trainer, 4, 6)
+            if why == "an evaluation":
+                await trainer.wait(await trainer.release(captured.feed(batch(99)), training=False))
+        if why == "no stage":
+            for volunteer in lab.volunteers:
+                for stage in list(volunteer.hosted):
+                    await volunteer._drop(stage)
+        data = _Data(captured, 4, 50 if why == "other data" else 0)
+        async with lab.trainer(2, replay=data.replay()) as again:
+            assert again.step == 4 and data.next == 4 and "notice" in lab.kinds()
+            losses = await lab.train(again, 4, 8)
+            want = expected(captured, again.plan.numerics.cuts, 8)
+            assert losses == want[0][4:] and await lab.hash(again, 8) == want[1]
+            assert not any(v.adopted for v in lab.volunteers)
 
     asyncio.run(main())

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 import torch
 
 from fusion_p2p.codec import Codec, Direction, parse
 from fusion_p2p.errors import InputError
-from fusion_p2p.plan import LinkCodec, NumericLogEntry, Numerics
+from fusion_p2p.frame import TickReport
+from fusion_p2p.plan import LinkCodec, Numerics
 from fusion_p2p.planner.ladder import DENSE, Ladder, Rung, default_ladder, top_k
 
 PAPER_FACTOR = 3.0  # an index and a value take three times the value: the published ratio makes up for it
@@ -165,15 +166,17 @@ def _choice(link: LinkLoad, rung: Rung, why: str) -> Choice:
 
 # --- the stability gate
 
+Pair = tuple[int, int]  # stages src < dst
+
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step: the loss, and per link, in the order of `Numerics.codecs`, the largest root mean square of
-    an activation and the gradient's bias `<g, decoded> / <g, g> - 1` (logged; it triggers nothing)."""
+    """One optimizer step as the stages report it: the loss; per pair of stages the largest root mean square of an
+    activation, and the gradient's bias `<g, decoded> / <g, g> - 1` (logged; it triggers nothing)."""
 
     step: int
     loss: float
-    norms: tuple[float, ...] = ()
-    biases: tuple[float, ...] = ()
+    norms: dict[Pair, float] = {}
+    biases: dict[Pair, float] = {}
 
 
 class GateRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,20 +189,40 @@ class GateRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """`link`: position in `Numerics.codecs`; None: the loss, so every compressed link."""
+    """`link` None: the loss, so every compressed link."""
 
     step: int
-    link: int | None
+    link: Pair | None
     reason: str
 
 
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """Numerics that ought to hold from the next complete set after `step` on, and why."""
+
+    step: int
+    numerics: Numerics
+    reason: str
+
+
+def observe(step: int, loss: float, reports: Mapping[int, TickReport]) -> Observation:
+    """A training tick's reports, by stage, as the gate sees them; each figure from the end that knows it."""
+    norms = {(c.src, c.dst): c.rms for stage, r in reports.items() for c in r.cuts if c.src == stage}
+    biases = {(c.src, c.dst): c.bias for stage, r in reports.items() for c in r.cuts if c.dst == stage}
+    return Observation(step=step, loss=loss, norms=norms, biases=biases)
+
+
 def gate(
-    observations: Sequence[Observation], since_step: int, dense_norms: Sequence[float], rules: GateRules | None = None
+    observations: Sequence[Observation],
+    since_step: int,
+    compressed: Collection[Pair],
+    dense_norms: Mapping[Pair, float],
+    rules: GateRules | None = None,
 ) -> tuple[Finding, ...]:
     """What is wrong at the last of `observations` (ascending steps); a pure function of step-numbered figures.
 
-    `since_step`: the first step of the log entry in force; steps before it do not count. `dense_norms`: each link's
-    norm without compression, as the probe or the last dense steps saw it (0: unknown).
+    `since_step`: the first step of the log entry in force; steps before it do not count. `dense_norms`: a pair's norm
+    without compression, as the last dense steps saw it; where there were none, its own norm `memory` steps before
+    stands for it: growth without bound shows, the slow growth of any training does not.
     """
     rules = rules or GateRules()
     seen = [o for o in observations if o.step >= since_step]
@@ -207,15 +230,24 @@ def gate(
         return ()
     recent, before = seen[-rules.window :], seen[: -rules.window][-rules.memory :]
     last, found = recent[-1].step, []
-    for i, dense in enumerate(dense_norms):
-        least = min((o.norms[i] for o in recent if i < len(o.norms)), default=0.0)
-        if dense > 0 and least > rules.growth * dense:
-            found.append(Finding(last, i, f"activation norm {least:.3g} is {least / dense:.1f} times the dense one"))
-    if len(before) >= rules.window:
+    for pair in sorted(compressed):
+        own = _least(before[: rules.window], pair) if len(before) == rules.memory else 0.0
+        reference, what = (dense_norms[pair], "the dense one") if pair in dense_norms else (own, "that before")
+        least = _least(recent, pair)
+        if reference > 0 and not least <= rules.growth * reference:  # NaN counts as growth
+            times = f"{least / reference:.1f} times {what}, {reference:.3g}"
+            found.append(Finding(last, pair, f"activation norm of {pair[0]}-{pair[1]} is {least:.3g}, {times}"))
+    if compressed and len(before) >= rules.window:
         now, then = (statistics.median(o.loss for o in part) for part in (recent, before))
-        if not now <= then * rules.loss_jump:  # NaN counts as a jump
+        if not now <= then * rules.loss_jump:
             found.append(Finding(last, None, f"loss jumped from {then:.4g} to {now:.4g}"))
     return tuple(found)
+
+
+def _least(observations: Sequence[Observation], pair: Pair) -> float:
+    """The smallest norm of a pair; 0 if one step does not tell, NaN if none is a number."""
+    norms = [o.norms.get(pair, 0.0) for o in observations]
+    return min((n for n in norms if n == n), default=math.nan)
 
 
 def step_back(ladder: Ladder, codec: str) -> str:
@@ -224,22 +256,20 @@ def step_back(ladder: Ladder, codec: str) -> str:
     return names[max(names.index(codec) - 1, 0)] if codec in names else DENSE.codec
 
 
-def respond(
-    numerics: Numerics, findings: Sequence[Finding], ladder: Ladder, first_step: int, pinned: bool
-) -> NumericLogEntry | None:
-    """The log entry that steps the named links back by one rung; None when pinned or when nothing is to be done."""
-    if pinned or not findings:
-        return None
+def respond(numerics: Numerics, findings: Sequence[Finding], ladder: Ladder) -> Proposal | None:
+    """The proposal that steps the named links back by one rung; None when there is nothing to do."""
     everywhere = any(f.link is None for f in findings)
     hit = {f.link for f in findings}
     codecs = tuple(
-        msgspec.structs.replace(c, codec=step_back(ladder, c.codec)) if everywhere or i in hit else c
-        for i, c in enumerate(numerics.codecs)
+        msgspec.structs.replace(c, codec=step_back(ladder, c.codec)) if everywhere or (c.src, c.dst) in hit else c
+        for c in numerics.codecs
     )
     if codecs == numerics.codecs:
         return None
     changed = ", ".join(
         f"link {a.src}-{a.dst} {a.codec} to {b.codec}" for a, b in zip(numerics.codecs, codecs, strict=True) if a != b
     )
+    kept = tuple(c for c in codecs if c.codec != DENSE.codec)  # dense is not said
     why = "; ".join(f.reason for f in findings)
-    return NumericLogEntry(first_step, msgspec.structs.replace(numerics, codecs=codecs), f"{changed}: {why}")
+    step = max(f.step for f in findings)
+    return Proposal(step=step, numerics=msgspec.structs.replace(numerics, codecs=kept), reason=f"{changed}: {why}")

@@ -52,10 +52,31 @@ class Verdict(msgspec.Struct, frozen=True):
     scale: float
 
 
+class CutReport(msgspec.Struct, frozen=True, array_like=True):
+    """One end's view of what stages `src` and `dst` exchanged in a training tick, all values between them together.
+
+    `sent_bytes`, `elements`: payloads this end sent, and the dense numbers in them; `codec_s`: seconds it spent to
+    encode and decode. `rms`, said by `src`: the largest root mean square of an activation before it was compressed.
+    `bias`, said by `dst`: <g, decoded> / <g, g> - 1 of the first micro-batch's gradient; 0 where it travels exactly.
+    """
+
+    src: int
+    dst: int
+    sent_bytes: int
+    elements: int
+    codec_s: float
+    rms: float
+    bias: float
+
+
 class TickReport(msgspec.Struct, frozen=True):
-    """Seconds that the stage spent in a tick; `update_s` is all that is neither forward, backward nor waiting."""
+    """Seconds that the stage spent in a tick; `update_s` is all that is neither forward, backward nor waiting.
+
+    `cuts`: of a training tick, every pair that the stage is an end of.
+    """
 
     forward_s: float
     backward_s: float
     update_s: float
     wait_s: float
+    cuts: tuple[CutReport, ...] = ()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 
 from fusion_p2p.codec import Aux, Codec, Direction, FrameKey, parse
 from fusion_p2p.errors import FrameError
-from fusion_p2p.frame import TRAINER, Kind, StepHeader
+from fusion_p2p.frame import TRAINER, CutReport, Kind, StepHeader
 from fusion_p2p.inbox import MICRO_BATCHES, Slot
 from fusion_p2p.ir import OpDag
+from fusion_p2p.meter import Meter
 from fusion_p2p.opset import dtype_of
 from fusion_p2p.plan import Numerics
 from fusion_p2p.split import Edge, StageProgram
@@ -31,8 +32,17 @@ class At(NamedTuple):
 class Payloads:
     """One codec instance per edge and end; batch tensors, weights and their gradients travel dense."""
 
-    def __init__(self, program: StageProgram, dag: OpDag, numerics: Numerics, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        program: StageProgram,
+        dag: OpDag,
+        numerics: Numerics,
+        seed: int,
+        device: torch.device,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._program, self._dag, self._seed = program, dag, seed
+        self._meter = Meter(program.stage, clock)
         self._batch = numerics.micro_batch_size
         self._dense = parse("dense", device)
         names = {(c.src, c.dst): c.codec for c in numerics.codecs}
@@ -96,27 +106,47 @@ class Payloads:
     # --- edges, by their codec
 
     def encode_forward(self, x: torch.Tensor, e: Edge, at: At) -> bytes:
+        start = self._meter.clock()
         payload, aux = self._codecs[e].encode_forward(x, self._key(e, at))
+        if at.header.training:
+            self._meter.encoded(e, x, payload, start)
         self._keep(e, at, aux)
         return payload
 
     def decode_forward(self, payload: bytes, e: Edge, at: At) -> torch.Tensor:
         shape, dtype = self._spec(e.value, at.size)
+        start = self._meter.clock()
         x, aux = self._codecs[e].decode_forward(payload, shape, dtype, self._key(e, at))
+        if at.header.training:
+            self._meter.decoded(e, start)
         self._keep(e, at, aux)
         return x
 
     def encode_backward(self, g: torch.Tensor | None, e: Edge, at: At) -> bytes:
         """An empty payload says that the loss does not depend on the value."""
         aux = self._aux.pop((e, at.micro_batch))
-        return b"" if g is None else self._codecs[e].encode_backward(g, aux, self._key(e, at))
+        if g is None:
+            return b""
+        start, codec, key = self._meter.clock(), self._codecs[e], self._key(e, at)
+        payload = codec.encode_backward(g, aux, key)
+        self._meter.encoded(e, g, payload, start)
+        if at.micro_batch == 0:
+            self._meter.gradient(e, g, payload, codec, aux, key)
+        return payload
 
     def decode_backward(self, payload: bytes, e: Edge, at: At) -> torch.Tensor | None:
         aux = self._aux.pop((e, at.micro_batch))
         if not payload:
             return None
         shape, dtype = self._spec(e.value, at.size)
-        return self._codecs[e].decode_backward(payload, shape, dtype, aux, self._key(e, at))
+        start = self._meter.clock()
+        g = self._codecs[e].decode_backward(payload, shape, dtype, aux, self._key(e, at))
+        self._meter.decoded(e, start)
+        return g
+
+    def cuts(self) -> tuple[CutReport, ...]:
+        """What the tick that ends here measured."""
+        return self._meter.take()
 
     def _keep(self, e: Edge, at: At, aux: Aux) -> None:
         if e.grad and at.header.training:

@@ -12,7 +12,7 @@ import torch
 from fusion_p2p.capture import Captured
 from fusion_p2p.compute import Compute
 from fusion_p2p.errors import FusionError, InputError
-from fusion_p2p.frame import TRAINER, Frame, Kind, StepHeader
+from fusion_p2p.frame import TRAINER, Frame, Kind, StepHeader, TickReport
 from fusion_p2p.plan import LinkCodec, Numerics
 from fusion_p2p.release import Parts, cut_batch, release
 from fusion_p2p.settings import OptimizerSpec
@@ -27,7 +27,8 @@ class LocalPipeline:
     """Trains `captured` over the stages that `cuts` (atom positions, see `split`) make; also plays the trainer.
 
     A batch has the structure of the captured example, with at most `micro_batches` x `micro_batch_size` samples.
-    The model's own tensors are copied, not changed. `on_frame` sees every frame between stages.
+    The model's own tensors are copied, not changed. `on_frame` sees every frame between stages,
+    `on_report` each stage's report of each tick.
     `compute`: stage -> what runs its operators, where that is not PyTorch.
     """
 
@@ -45,9 +46,11 @@ class LocalPipeline:
         recompute: bool = False,
         device: str = "cpu",
         on_frame: Callable[[Frame], None] | None = None,
+        on_report: Callable[[int, TickReport], None] | None = None,
         compute: Mapping[int, type[Compute]] | None = None,
     ) -> None:
-        self._captured, self._dag, self._on_frame = captured, captured.opdag, on_frame
+        self._captured, self._dag = captured, captured.opdag
+        self._on_frame, self._on_report = on_frame, on_report
         self.numerics = Numerics(
             cuts=tuple(cuts),
             codecs=tuple(codecs),
@@ -138,6 +141,8 @@ class LocalPipeline:
                         losses[frame.micro_batch] = _LOSS.unpack(frame.payload)[0]
                     elif frame.dst == TRAINER:
                         reports += 1
+                        if self._on_report is not None:
+                            self._on_report(frame.src, msgspec.msgpack.decode(frame.payload, type=TickReport))
                     else:
                         self._deliver(frame)
                 moved = moved or frames is not None

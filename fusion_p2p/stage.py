@@ -92,7 +92,7 @@ class Stage:
         self._compute = compute(dag, program, dtype=numerics.dtype, device=self._device, recompute=numerics.recompute)
         self._value_of = {p.name: p.value for p in dag.params}
         self._buffer_of = {b.name: b.value for b in dag.buffers}
-        self._payloads = Payloads(program, dag, numerics, seed, self._device)
+        self._payloads = Payloads(program, dag, numerics, seed, self._device, clock)
         self._inbox = Inbox(program.stage, self._payloads.bounds())
         trainable = {p.name for p in dag.params if p.trainable}
         self._params = {name: self._load(state, PARAM, name) for name in program.params}
@@ -296,7 +296,7 @@ class Stage:
         named = {name: spent.get(name, 0.0) for name in ("forward", "backward")}
         rest = sum(spent.values()) - sum(named.values())
         wait = max(0.0, now - self._tick_start - sum(spent.values()))
-        report = TickReport(named["forward"], named["backward"], rest, wait)
+        report = TickReport(named["forward"], named["backward"], rest, wait, self._payloads.cuts())
         frame = self._frame(Kind.DONE, TRAINER, 0, 0, msgspec.msgpack.encode(report))
         if left := self._inbox.left(self.tick):
             raise FrameError(f"stage {self._stage} ends tick {self.tick} with a frame left over: {left[0]}")

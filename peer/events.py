@@ -22,6 +22,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     tokens: int = 0  # elements of the largest integer input; 0 where the model reads none
     stages: dict[int, tuple[float, float]] = {}  # stage -> seconds computed and waited, by its own report
+    cuts: dict[str, tuple[float, float]] = {}  # "src-dst" -> root mean square of the activation, gradient's bias
 
     @property
     def samples_per_s(self) -> float:
@@ -41,7 +42,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """`kind`: phase, plan, refused, lost, recovered, saved, waiting, resumed, stopped, wanted (volunteers are).
+    """`kind`: phase, plan, refused, lost, recovered, saved, waiting, gate, resumed, stopped, wanted (volunteers are).
     `text` is one line."""
 
     kind: str

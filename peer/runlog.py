@@ -154,6 +154,8 @@ def _scalars(happening: Happening, bytes_per_token: float) -> dict[str, float]:
             "step_time_s": happening.step_time_s,
             "samples_per_s": happening.samples_per_s,
         }
+        for pair, (norm, bias) in happening.cuts.items():
+            row |= {f"activation_rms/{pair}": norm, f"gradient_bias/{pair}": bias}
         return row | ({"tokens_per_s": happening.tokens_per_s} if happening.tokens else {})
     if isinstance(happening, EvalResult):
         row = {"step": happening.step, "held_out_loss": happening.loss}

@@ -18,6 +18,7 @@ import torch
 
 from dht.errors import DhtError
 from dht.transport import Transport
+from fusion_p2p.adatopk import observe
 from fusion_p2p.errors import FrameError, FusionError
 from fusion_p2p.frame import Kind, StepHeader
 from fusion_p2p.ir import OpDag
@@ -36,6 +37,7 @@ from peer.signing import sign
 from peer.trainer_adopt import Adopted, Replay, adopt, note_hosts, note_release
 from peer.trainer_assembly import Assembly, Refusal, Session
 from peer.trainer_balance import Balance
+from peer.trainer_gate import Gate
 from peer.trainer_hearing import Hearing
 from peer.trainer_live import Live, Placed, TrainerOptions
 from peer.trainer_repair import Repair
@@ -94,6 +96,7 @@ class Trainer:
         self.watch = Watch(sink, session.clock)
         self._turn = asyncio.Lock()
         self._balance = Balance(self._live, self.spawn)
+        self._gate = Gate(self._live)
         self._hearing = Hearing(self._live, self.watch, self.spawn)
         self.sets = SetKeeper(self._live, self._turn, self.spawn)
         self._switch = Switch(self._live, self._turn, self._install, self._adopt, self._refused)
@@ -374,6 +377,7 @@ class Trainer:
                     self._live.sink(step_result(result))
                     if result.tick >= self._new_from:
                         self._balance.tick(result)
+                    self._gate.tick(result)
                 waiter = self._results.pop(result.tick)
                 if not waiter.done():
                     waiter.set_result(result)
@@ -394,6 +398,7 @@ async def _result(future: asyncio.Future[TickResult]) -> TickResult:
 
 def step_result(result: TickResult) -> StepResult:
     """A training tick as watchers see it."""
+    seen = observe(result.header.step, result.loss, result.reports)
     return StepResult(
         step=result.header.step,
         loss=result.loss,
@@ -401,6 +406,7 @@ def step_result(result: TickResult) -> StepResult:
         samples=sum(result.header.sizes),
         tokens=result.tokens,
         stages={s: (r.forward_s + r.backward_s + r.update_s, r.wait_s) for s, r in result.reports.items()},
+        cuts={f"{a}-{b}": (norm, seen.biases.get((a, b), 0.0)) for (a, b), norm in seen.norms.items()},
     )
 
 

@@ -86,7 +86,7 @@ class TickBook:
         elif frame.kind is Kind.DONE:
             if not 0 <= frame.src < self._stages:
                 raise FrameError(f"report of stage {frame.src}; this run has {self._stages}")
-            held.reports[frame.src] = _report(frame)
+            held.reports[frame.src] = _report(frame, self._stages)
         else:
             raise FrameError(f"stage {frame.src} sent a {frame.kind.name} frame to the trainer")
         if len(held.losses) < len(held.header.sizes) or len(held.reports) < self._stages:
@@ -98,7 +98,7 @@ class TickBook:
         return TickResult(frame.tick, held.header, loss, held.tokens, held.reports, time_s)
 
 
-def _report(frame: Frame) -> TickReport:
+def _report(frame: Frame, stages: int) -> TickReport:
     try:
         report = _REPORT.decode(frame.payload)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -106,4 +106,10 @@ def _report(frame: Frame) -> TickReport:
     seconds = (report.forward_s, report.backward_s, report.update_s, report.wait_s)
     if not all(math.isfinite(s) and s >= 0 for s in seconds):  # they are summed, shown and planned with
         raise FrameError(f"report of stage {frame.src} names {seconds} seconds")
+    pairs = {(c.src, c.dst) for c in report.cuts if 0 <= c.src < c.dst < stages and frame.src in (c.src, c.dst)}
+    if len(pairs) != len(report.cuts):
+        raise FrameError(f"report of stage {frame.src} names pairs of stages that are not its own, or one twice")
+    for c in report.cuts:  # a norm or a bias may be any number, or none: the gate reads them so
+        if min(c.sent_bytes, c.elements) < 0 or not (math.isfinite(c.codec_s) and c.codec_s >= 0) or c.rms < 0:
+            raise FrameError(f"report of stage {frame.src} on {c.src}-{c.dst} holds a figure below 0")
     return report

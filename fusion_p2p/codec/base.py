@@ -7,6 +7,7 @@ between edges, since a few carry state (a subspace basis, a threshold within one
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -89,20 +90,28 @@ class Codec:
     def bound(self, shape: Shape, dtype: torch.dtype, direction: Direction) -> int:
         """Most bytes a payload may have; receivers check a frame's length against it before they take memory."""
         head = wire.header_bytes(len(shape))
-        if self._exact(shape, dtype):
+        if self.exact(shape, dtype):
             return head + wire.dense_bytes(shape, dtype)
         return head + self._bound(shape, direction)
 
     def bytes_estimate(self, shape: Shape, dtype: torch.dtype, direction: Direction) -> float:
         """Expected bytes of a payload."""
         head = wire.header_bytes(len(shape))
-        if self._exact(shape, dtype):
+        if self.exact(shape, dtype):
             return head + wire.dense_bytes(shape, dtype)
         return head + self._bytes(shape, direction)
 
     def time_estimate(self, shape: Shape, direction: Direction, bytes_per_s: float = 4e9) -> float:
         """Seconds to encode and decode together on hosts that copy memory at `bytes_per_s` each."""
         return wire.numel(shape) * 4 * self._passes(direction) / bytes_per_s
+
+    def exact(self, shape: Shape, dtype: torch.dtype) -> bool:
+        """Whether frames of this shape and type are sent exactly."""
+        return not dtype.is_floating_point or wire.numel(shape) < SMALL
+
+    def mirror(self) -> Codec:
+        """A copy that decodes what this end sent as the other end does, and leaves this one as it is."""
+        return copy.copy(self)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What a snapshot at a step boundary must hold of this end of the edge; empty for most codecs."""
@@ -137,16 +146,12 @@ class Codec:
         """Encode plus decode time, in passes over the float32 tensor."""
         return 2.0
 
-    def _exact(self, shape: Shape, dtype: torch.dtype) -> bool:
-        """Whether frames of this shape and type are sent exactly."""
-        return not dtype.is_floating_point or wire.numel(shape) < SMALL
-
     # --- special frames
 
     def _special(self, x: torch.Tensor, backward: bool) -> bytes | None:
         flags = wire.BACKWARD if backward else 0
         shape = tuple(x.shape)
-        if self._exact(shape, x.dtype):
+        if self.exact(shape, x.dtype):
             return wire.join(wire.header(wire.DENSE, x.dtype, shape, flags), wire.tensor_bytes(x))
         # One pass: a sum is NaN or infinite if any element is. A finite tensor whose sum overflows is told apart.
         if not bool(torch.isfinite(x.detach().sum())) and not bool(torch.isfinite(x).all()):
@@ -160,7 +165,7 @@ class Codec:
         bound = self.bound(shape, dtype, direction)
         if len(payload) > bound:
             raise FrameError(f"{self.name} frame of {len(payload)} bytes is over the bound {bound} of shape {shape}")
-        exact = self._exact(shape, dtype)
+        exact = self.exact(shape, dtype)
         flags, body = wire.open_header(payload, wire.DENSE if exact else self.id, dtype, shape)
         if bool(flags & wire.BACKWARD) != (direction == "backward"):
             raise FrameError(f"{self.name} frame has flags {flags:#x}, expected a {direction} frame")

@@ -12,7 +12,7 @@ class Dense(Codec):
     id = wire.DENSE
     name = "dense"
 
-    def _exact(self, shape: Shape, dtype: torch.dtype) -> bool:
+    def exact(self, shape: Shape, dtype: torch.dtype) -> bool:
         return True
 
     def _passes(self, direction: Direction) -> float:
@@ -23,8 +23,8 @@ class DenseBf16(Codec):
     id = wire.BF16
     name = "dense:bf16"
 
-    def _exact(self, shape: Shape, dtype: torch.dtype) -> bool:
-        return dtype == torch.bfloat16 or super()._exact(shape, dtype)
+    def exact(self, shape: Shape, dtype: torch.dtype) -> bool:
+        return dtype == torch.bfloat16 or super().exact(shape, dtype)
 
     def _encode_forward(self, x: torch.Tensor, key: FrameKey) -> tuple[wire.Body, Aux]:
         return wire.tensor_bytes(x.to(torch.bfloat16)), None

@@ -10,6 +10,7 @@ micro-batch of every `REFRESH`-th step and sends them along; later frames name t
 
 from __future__ import annotations
 
+import copy
 import hashlib
 
 import msgspec
@@ -181,6 +182,11 @@ class Transform(Codec):
         if key.training:
             self._axes[direction] = axes
         return axes
+
+    def mirror(self) -> Transform:
+        other = copy.copy(self)
+        other._axes = dict(self._axes)
+        return other
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         out = {}

@@ -1,17 +1,15 @@
 """AdaTopK's bench: one thread.
 
---quick leaves out training; the full form fine-tunes (about an hour of one core, the pretrained start is cached);
---soak adds 2,000 steps from scratch and a million mutated frames, and writes the curves to results/.
+--quick leaves out training; the full form fine-tunes (40 minutes of one core; runs that are done are kept, see
+`adatopk_train`); --soak adds 2,000 steps from scratch and a million mutated frames.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,19 +17,10 @@ import torch
 from fusion_p2p.codec import FrameKey, indices, parse
 from fusion_p2p.codec.selection import select
 from tests.bench import adatopk_model as small
+from tests.bench import adatopk_train
 from tests.bench.rows import Row, arguments, at_least, at_most, report
 
 KEY = FrameKey(seed=1, step=1, micro_batch=0, value=1)
-RESULTS = Path(__file__).parent / "results"
-SEEDS, STEPS, HELD_OUT = (0, 1, 2, 3), 150, 200_000
-# (codec, least true ratio, most loss over dense) of the fine-tuning rows
-LADDER = (
-    ("transform:4/4", 7.8, 0.005),
-    ("transform:2/1", 10.0, 0.01),
-    ("transform:2/1", 13.0, 0.02),
-    ("transform:1/0.5", 30.0, 0.06),
-)
-PUBLISHED = (("topk:0.06", 8.0), ("topk:0.016", 30.0))  # of about the same true bytes as a rung above
 
 
 def best(run: Callable[[], object], rounds: int = 9) -> float:
@@ -144,43 +133,18 @@ def fp16_of_hivemind(x: torch.Tensor) -> tuple[float, int]:
     return best(lambda: codec.compress(x, info)) + best(lambda: codec.extract(packed)), packed.ByteSize()
 
 
-# --- training
+def rows(quick: bool, soak: bool) -> Iterator[Row]:
+    real = not quick
+    yield from selection_rows(real)
+    yield from count_rows(real)
+    yield from byte_rows(real)
+    yield from speed_rows()
+    if not quick:
+        yield from adatopk_train.rows()
+    if soak:
+        from tests.bench.adatopk_soak import soak_rows
 
-
-def finetuned(name: str, seed: int) -> small.Result:
-    """A fine-tuning run, kept beside the pretrained start so that a second bench is quick."""
-    path = small.CACHE / f"finetune-{name.replace(':', '_').replace('/', '-')}-{seed}-{STEPS}-{HELD_OUT}.json"
-    if path.exists():
-        return small.Result(**json.loads(path.read_text()))
-    result = small.finetune(name, seed, STEPS, HELD_OUT)
-    path.write_text(json.dumps(vars(result)))
-    return result
-
-
-def upper_90(values: list[float]) -> float:
-    """Upper end of the two-sided 90% interval of the mean (Student's t)."""
-    t = {2: 6.31, 3: 2.92, 4: 2.353, 5: 2.132}[len(values)]
-    return float(np.mean(values) + t * np.std(values, ddof=1) / math.sqrt(len(values)))
-
-
-def training_rows() -> Iterator[Row]:
-    dense = {s: finetuned("dense", s) for s in SEEDS}
-
-    def over(name: str) -> tuple[list[float], float]:
-        runs = [finetuned(name, s) for s in SEEDS]
-        return [r.loss / dense[r.seed].loss - 1 for r in runs], float(np.mean([r.ratio for r in runs]))
-
-    for name, ratio, bound in LADDER:
-        costs, got = over(name)
-        yield at_least(f"true ratio of {name}", got, ratio, "x")
-        what = f"fine-tuning loss over dense, {name} ({got:.1f}x), mean {100 * np.mean(costs):+.2f}%, upper 90%"
-        yield at_most(what, 100 * upper_90(costs), 100 * bound, "%")
-    for published, ratio in PUBLISHED:
-        theirs, got = over(published)
-        ours, mine = over(next(n for n, r, _ in LADDER if r >= ratio))  # as many bytes or fewer
-        gap = upper_90([a - b for a, b in zip(ours, theirs, strict=True)])
-        what = f"published {published} ({got:.1f}x, {100 * np.mean(theirs):+.1f}%): ours at {mine:.1f}x less theirs"
-        yield at_most(f"{what}, upper 90%", 100 * gap, 0, "%")
+        yield from soak_rows()
 
 
 def main(argv: list[str]) -> int:
@@ -188,15 +152,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--soak", action="store_true", help="also 2,000 steps from scratch and a million mutations")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    real = not args.quick
-    rows = [*selection_rows(real), *count_rows(real), *byte_rows(real), *speed_rows()]
-    if not args.quick:
-        rows += training_rows()
-    if args.soak:
-        from tests.bench.adatopk_soak import soak_rows
-
-        rows += soak_rows(RESULTS)
-    return report(rows, args.json)
+    return report(rows(args.quick, args.soak), args.json)
 
 
 if __name__ == "__main__":

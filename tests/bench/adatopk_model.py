@@ -131,11 +131,12 @@ class Result:
     codec: str
     seed: int
     loss: float  # held out, weights run dense
-    loss_coded: float  # held out, activations through the codec
+    loss_coded: float  # held out, activations through the codec; of fewer tokens
     ratio: float  # dense bytes over true bytes, both directions
-    norms: list[float]
-    curve: list[float]
-    codec_share: float
+    norms: list[float]  # per step, the largest activation norm over its first value
+    curve: list[float]  # training loss per step
+    sent: list[int]  # bytes so far, per step
+    codec_share: float  # of the time
 
 
 def evaluate(model: Gpt, data: np.ndarray, links: Sequence[Link] | None, step: int, tokens: int) -> float:
@@ -182,27 +183,27 @@ def pretrained() -> Gpt:
 
 
 def finetune(
-    codec: str | Sequence[str], seed: int, steps: int = 150, tokens: int = 200_000, lr: float = 5e-4
+    codec: str | Sequence[str], seed: int, steps: int, tokens: int, tokens_coded: int, lr: float = 5e-4
 ) -> Result:
     """Fine-tunes the pretrained start on the New Testament with `codec` at every cut (or one codec a cut)."""
     names = [codec] * len(CUTS) if isinstance(codec, str) else list(codec)
     _, data, held = text()
     model, rng = pretrained(), np.random.default_rng(1000 + seed)
     links = [Link(name, i, seed) for i, name in enumerate(names)]
-    curve, norms, start = train(model, links, data, rng, steps, lr)
+    curve, norms, sent, spent_s = train(model, links, data, rng, steps, lr)
     ratio = sum(k.dense_bytes for k in links) / max(1, sum(k.bytes for k in links))
-    share = sum(k.codec_s for k in links) / start
+    share = sum(k.codec_s for k in links) / spent_s
     loss = evaluate(model, held, None, steps, tokens)
-    coded = evaluate(model, held, links, steps, tokens)
-    return Result("+".join(dict.fromkeys(names)), seed, loss, coded, ratio, norms, curve, share)
+    coded = evaluate(model, held, links, steps, tokens_coded)
+    return Result("+".join(dict.fromkeys(names)), seed, loss, coded, ratio, norms, curve, sent, share)
 
 
 def train(
     model: Gpt, links: Sequence[Link], data: np.ndarray, rng: np.random.Generator, steps: int, lr: float, start: int = 0
-) -> tuple[list[float], list[float], float]:
-    """(loss per step, largest activation norm per step over its first value, seconds)."""
+) -> tuple[list[float], list[float], list[int], float]:
+    """(loss per step, largest activation norm per step over its first value, bytes so far per step, seconds)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1, betas=(0.9, 0.95))
-    curve, norms, first, began = [], [], [0.0] * len(links), time.perf_counter()
+    curve, norms, sent, first, began = [], [], [], [0.0] * len(links), time.perf_counter()
     for step in range(start, start + steps):
         done = (step - start) / steps
         optimizer.param_groups[0]["lr"] = lr * min(1, (step - start + 1) / 10) * (1 - 0.9 * done)
@@ -219,9 +220,10 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         curve.append(total)
+        sent.append(sum(link.bytes for link in links))
         first = [f or link.norm for f, link in zip(first, links, strict=True)]
         norms.append(max((link.norm / f for f, link in zip(first, links, strict=True)), default=1.0))
-    return curve, norms, time.perf_counter() - began
+    return curve, norms, sent, time.perf_counter() - began
 
 
 def true_ratio(codec: Codec, shape: tuple[int, ...]) -> float:

@@ -15,12 +15,14 @@ from fusion_p2p.adatopk import (
     choose,
     gate,
     ladder_of,
+    observe,
     pareto,
     respond,
     step_back,
 )
 from fusion_p2p.codec import parse
 from fusion_p2p.errors import InputError
+from fusion_p2p.frame import CutReport, TickReport
 from fusion_p2p.plan import LinkCodec, Numerics
 from fusion_p2p.planner.ladder import DENSE, Ladder, Rung, default_ladder
 
@@ -111,37 +113,62 @@ def test_an_unknown_compression_names_the_choices(name: str) -> None:
 
 # --- the gate
 
+FIRST = (0, 1)
+BOTH = ((0, 1), (1, 2))
+DENSE_NORMS = {(0, 1): 1.0, (1, 2): 1.0}
+
 
 def run(losses: list[float], norm: float = 1.0) -> list[Observation]:
-    return [Observation(step=i, loss=x, norms=(norm, 1.0)) for i, x in enumerate(losses)]
+    return [Observation(step=i, loss=x, norms={(0, 1): norm, (1, 2): 1.0}) for i, x in enumerate(losses)]
 
 
 def test_a_steady_run_passes() -> None:
-    assert gate(run([2 - i / 100 for i in range(60)]), 0, (1.0, 1.0)) == ()
+    assert gate(run([2 - i / 100 for i in range(60)]), 0, BOTH, DENSE_NORMS) == ()
 
 
 def test_growth_past_twice_dense_names_the_link() -> None:
-    (found,) = gate(run([2.0] * 30, norm=2.5), 0, (1.0, 1.0))
-    assert (found.link, found.step) == (0, 29)
-    assert "2.5 times" in found.reason
+    (found,) = gate(run([2.0] * 30, norm=2.5), 0, BOTH, DENSE_NORMS)
+    assert (found.link, found.step) == (FIRST, 29)
+    assert "2.5 times the dense one" in found.reason
+
+
+def growing(doubling_steps: float) -> list[Observation]:
+    return [Observation(step=i, loss=2.0, norms={FIRST: 2 ** (i / doubling_steps)}) for i in range(55)]
+
+
+def test_without_a_dense_reference_growth_within_fifty_steps_counts() -> None:
+    (found,) = gate(growing(20), 0, (FIRST,), {})
+    assert found.link == FIRST and "times that before" in found.reason
+    assert gate(growing(60), 0, (FIRST,), {}) == ()
+    assert gate(growing(20)[:40], 0, (FIRST,), {}) == ()
+
+
+def test_a_norm_that_is_no_number_counts_as_growth() -> None:
+    (found,) = gate(run([2.0] * 30, norm=math.nan), 0, BOTH, DENSE_NORMS)
+    assert found.link == FIRST
+
+
+def test_links_without_compression_are_left_alone() -> None:
+    assert gate(run([2.0] * 30 + [9.0] * 5, norm=9.0), 0, (), DENSE_NORMS) == ()
+    assert gate(run([2.0] * 30, norm=9.0), 0, ((1, 2),), DENSE_NORMS) == ()
 
 
 def test_one_odd_step_does_nothing() -> None:
     odd = run([2.0] * 30)
-    odd[-1] = Observation(step=29, loss=9.0, norms=(50.0, 1.0))
-    assert gate(odd, 0, (1.0, 1.0)) == ()
+    odd[-1] = Observation(step=29, loss=9.0, norms={FIRST: 50.0, (1, 2): 1.0})
+    assert gate(odd, 0, BOTH, DENSE_NORMS) == ()
 
 
 @pytest.mark.parametrize("bad", [3.0, math.nan, math.inf])
 def test_a_loss_jump_is_everybodys(bad: float) -> None:
-    (found,) = gate(run([2.0] * 30 + [bad] * 5), 0, ())
+    (found,) = gate(run([2.0] * 30 + [bad] * 5), 0, BOTH, {})
     assert found.link is None and "loss jumped" in found.reason
 
 
 def test_steps_before_the_entry_in_force_do_not_count() -> None:
-    assert gate(run([2.0] * 30 + [3.0] * 5), 30, ()) == ()
-    assert gate(run([2.0] * 30, norm=2.5), 28, (1.0,)) == ()
-    assert gate(run([2.0] * 30, norm=2.5), 20, (1.0,), GateRules(growth=3.0)) == ()
+    assert gate(run([2.0] * 30 + [3.0] * 5), 30, BOTH, {}) == ()
+    assert gate(run([2.0] * 30, norm=2.5), 28, BOTH, DENSE_NORMS) == ()
+    assert gate(run([2.0] * 30, norm=2.5), 20, BOTH, DENSE_NORMS, GateRules(growth=3.0)) == ()
 
 
 def test_the_answer_steps_back_by_one_and_says_why() -> None:
@@ -149,20 +176,26 @@ def test_the_answer_steps_back_by_one_and_says_why() -> None:
         cuts=(1, 2), codecs=(LinkCodec(0, 1, "transform:1/1"), LinkCodec(1, 2, "int8")), micro_batches=2,
         micro_batch_size=2,
     )  # fmt: skip
-    found = gate(run([2.0] * 30, norm=2.5), 0, (1.0, 1.0))
-    entry = respond(numerics, found, LADDER, first_step=40, pinned=False)
-    assert entry is not None
-    assert entry.first_step == 40
-    assert [c.codec for c in entry.numerics.codecs] == ["int8", "int8"]
-    assert "link 0-1 transform:1/1 to int8" in entry.reason and "2.5 times" in entry.reason
-    assert respond(numerics, found, LADDER, first_step=40, pinned=True) is None
-    assert respond(numerics, (), LADDER, first_step=40, pinned=False) is None
-    everywhere = respond(numerics, gate(run([2.0] * 30 + [3.0] * 5), 0, ()), LADDER, first_step=40, pinned=False)
+    proposal = respond(numerics, gate(run([2.0] * 30, norm=2.5), 0, BOTH, DENSE_NORMS), LADDER)
+    assert proposal is not None
+    assert proposal.step == 29
+    assert [c.codec for c in proposal.numerics.codecs] == ["int8", "int8"]
+    assert "link 0-1 transform:1/1 to int8" in proposal.reason and "2.5 times" in proposal.reason
+    assert respond(numerics, (), LADDER) is None
+    everywhere = respond(numerics, gate(run([2.0] * 30 + [3.0] * 5), 0, BOTH, {}), LADDER)
     assert everywhere is not None
-    assert [c.codec for c in everywhere.numerics.codecs] == ["int8", "dense"]
+    assert everywhere.numerics.codecs == (LinkCodec(0, 1, "int8"),)  # the other is dense now, which is not said
 
 
 def test_stepping_back_ends_at_dense() -> None:
     assert step_back(LADDER, "int8") == "dense"
     assert step_back(LADDER, "dense") == "dense"
     assert step_back(LADDER, "topk:0.01") == "dense"
+
+
+def test_each_figure_comes_from_the_end_that_knows_it() -> None:
+    reports = {
+        0: TickReport(1.0, 1.0, 0.0, 0.0, (CutReport(0, 1, 100, 400, 0.1, 3.0, 0.0),)),
+        1: TickReport(1.0, 1.0, 0.0, 0.0, (CutReport(0, 1, 50, 400, 0.1, 0.0, -0.2),)),
+    }
+    assert observe(7, 2.0, reports) == Observation(step=7, loss=2.0, norms={FIRST: 3.0}, biases={FIRST: -0.2})

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from fusion_p2p.errors import FrameError
-from fusion_p2p.frame import TRAINER, Frame, Kind, StepHeader, TickReport
+from fusion_p2p.frame import TRAINER, CutReport, Frame, Kind, StepHeader, TickReport
 from peer.trainer_ticks import TickBook
 
 
@@ -26,9 +26,19 @@ def loss(micro_batch: int, value: float, src: int = 1) -> Frame:
     )
 
 
-def done(src: int, wait_s: float = 0.0) -> Frame:
-    payload = msgspec.msgpack.encode(TickReport(1.0, 2.0, 0.5, wait_s))
+def done(src: int, wait_s: float = 0.0, cuts: tuple[CutReport, ...] = ()) -> Frame:
+    payload = msgspec.msgpack.encode(TickReport(1.0, 2.0, 0.5, wait_s, cuts))
     return Frame(Kind.DONE, src=src, dst=TRAINER, tick=5, value=0, micro_batch=0, payload=payload)
+
+
+def cut(src: int, dst: int, codec_s: float = 0.1, rms: float = 1.0) -> CutReport:
+    return CutReport(src, dst, 10, 40, codec_s, rms, 0.0)
+
+
+def test_a_report_may_hold_norms_that_are_no_numbers() -> None:
+    made = book()
+    assert made.take(done(0, cuts=(cut(0, 1, rms=math.nan),)), 1.0) is None
+    assert made.missing() == "tick 5: 2 losses, reports of stages [1]"
 
 
 def test_a_tick_ends_with_its_last_loss_and_report() -> None:
@@ -40,7 +50,19 @@ def test_a_tick_ends_with_its_last_loss_and_report() -> None:
 
 @pytest.mark.parametrize(
     "frame",
-    [loss(0, 1.0, src=0), loss(2, 1.0), done(2), *(done(0, s) for s in (math.nan, math.inf, -1.0)), done(-1)],
+    [
+        loss(0, 1.0, src=0),
+        loss(2, 1.0),
+        done(2),
+        *(done(0, s) for s in (math.nan, math.inf, -1.0)),
+        done(-1),
+        done(0, cuts=(cut(0, 2),)),
+        done(0, cuts=(cut(1, 1),)),
+        done(0, cuts=(cut(0, 1), cut(0, 1))),
+        done(0, cuts=(cut(0, 1, codec_s=math.nan),)),
+        done(0, cuts=(cut(0, 1, codec_s=-1.0),)),
+        done(0, cuts=(cut(0, 1, rms=-1.0),)),
+    ],
     ids=str,
 )
 def test_what_a_stage_may_not_say(frame: Frame) -> None:

@@ -1,0 +1,71 @@
+"""The stability gate of a run: hears every step's norms and losses, says what is wrong, proposes to step back.
+
+What is wrong is `fusion_p2p.adatopk.gate`'s to say, a pure function of step-numbered figures. With numerics pinned the
+answer is an event and nothing else; else other codecs are in force from the next complete set on.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+
+import msgspec
+
+from fusion_p2p.adatopk import Finding, GateRules, Observation, Pair, gate, ladder_of, observe, respond
+from fusion_p2p.plan import LinkCodec, Numerics
+from peer.plan_change import Advice
+from peer.trainer_live import Live
+from peer.trainer_ticks import TickResult
+
+
+class GateMemory:
+    """Pure: the observations that the gate looks at, each pair's norm under the last dense steps, what was said."""
+
+    def __init__(self, rules: GateRules | None = None) -> None:
+        self._rules = rules or GateRules()
+        self._seen: deque[Observation] = deque(maxlen=self._rules.window + self._rules.memory)
+        self._codecs: tuple[LinkCodec, ...] | None = None
+        self._since = 0
+        self._dense: dict[Pair, float] = {}
+        self._told: dict[Pair | None, int] = {}
+
+    def take(self, seen: Observation, numerics: Numerics) -> tuple[Finding, ...]:
+        """What is wrong since this step and was not said in the last `memory` steps."""
+        if numerics.codecs != self._codecs:  # another entry of the log
+            self._codecs, self._since = numerics.codecs, seen.step
+            self._told.clear()
+        self._seen.append(seen)
+        compressed = {(c.src, c.dst) for c in numerics.codecs}
+        recent = [o for o in list(self._seen)[-self._rules.window :] if o.step >= self._since]
+        for pair, norm in seen.norms.items():
+            if pair not in compressed and norm == norm and len(recent) == self._rules.window:
+                self._dense[pair] = statistics.median(o.norms.get(pair, norm) for o in recent)
+        found = gate(list(self._seen), self._since, compressed, self._dense, self._rules)
+        fresh = tuple(f for f in found if f.step - self._told.get(f.link, -self._rules.memory) >= self._rules.memory)
+        self._told.update((f.link, f.step) for f in fresh)
+        return fresh
+
+
+class Gate:
+    """`GateMemory` on a live run."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._memory = GateMemory()
+
+    def tick(self, result: TickResult) -> None:
+        """One more training tick's reports."""
+        live, numerics = self._live, self._live.now.plan.numerics
+        found = self._memory.take(observe(result.header.step, result.loss, result.reports), numerics)
+        if not found:
+            return
+        proposal = respond(numerics, found, ladder_of("adatopk"))
+        reasons = "; ".join(f.reason for f in found)
+        if proposal is None:
+            live.say("gate", f"step {found[-1].step}: {reasons}; no codec is left to step back to")
+        elif not live.options.adaptive:
+            live.say("gate", f"step {proposal.step}: {proposal.reason} (numerics are pinned: nothing changes)")
+        else:
+            live.say("gate", f"step {proposal.step}: {proposal.reason} (from the next complete set)")
+            plan = msgspec.structs.replace(live.now.plan, numerics=proposal.numerics)
+            live.advice = Advice(plan=plan, reason=proposal.reason)

@@ -50,7 +50,7 @@ class LabSwarm(LocalSwarm):
 
     def _launch(self, addresses: Sequence[str]) -> tuple[Volunteer, int]:
         launched = super()._launch(addresses)
-        self.lab.quotas.holds(self.lab.bed.peers[self._hosts[-1]].name, launched[0].pid)
+        self.lab.quotas.hold(self.lab.bed.peers[self._hosts[-1]].name, launched[0].pid)
         return launched
 
     def _place(self, number: int) -> tuple[Sequence[str], Sequence[str]]:

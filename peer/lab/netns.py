@@ -149,7 +149,11 @@ class Lab:
 
     def command(self, name: str) -> Command:
         """What to write before a command so that it runs at this peer."""
-        return (*self.quotas.command(name), "ip", "netns", "exec", self.prefix + name)
+        return (*self.quotas.command(name), *self.enter(name))
+
+    def enter(self, name: str) -> Command:
+        """The same without a share of the CPU: `quotas.hold` may follow."""
+        return "ip", "netns", "exec", self.prefix + name
 
     def at(self, name: str, work: Callable[[], T]) -> T:
         """`work` on a thread inside that namespace: sockets it makes stay there. Its error is raised here."""

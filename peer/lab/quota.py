@@ -101,10 +101,12 @@ class Quotas:
         tasks = self._kind.root / (self._prefix + name) / "cgroup.procs"
         return "sh", "-c", f'echo $$ > {tasks} && exec "$@"', "sh"
 
-    def holds(self, name: str, pid: int) -> None:
-        """`pid` and its children run at this peer: needed where `command` cannot see to it."""
+    def hold(self, name: str, pid: int) -> None:
+        """From now on `pid`, and what it starts, has this peer's share."""
         cores = self._cores.get(name)
-        if self._kind is None and cores is not None and cores < 1:
+        if self._kind is not None and cores is not None:
+            (self._kind.root / (self._prefix + name) / "cgroup.procs").write_text(str(pid))
+        elif cores is not None and cores < 1:
             self._duty.append(DutyCycle(pid, cores))
 
     def used_s(self, name: str) -> float | None:

@@ -230,6 +230,7 @@ class Run:
         folder, source = RunFolder(root), as_source(self._data, root / "spool")
         owner = load_or_create_key(home() / "owner.key")
         if isinstance(self._swarm, LocalSwarm) and not self._swarm.volunteers:  # else it is the caller's to end
+            self._phase(f"starting {self._swarm.peers} volunteers")
             self._closing.enter_context(self._swarm)  # volunteers measure themselves while we capture
         replay: Replay | None = None
         if self._resuming:
@@ -237,6 +238,7 @@ class Run:
             self._numerics, self._saved_step = manifest.numerics, manifest.step
             replay = replay_of(source, begun.dag, manifest)
         else:
+            self._phase("capturing the model and checking it")
             begun = created(
                 folder,
                 source,
@@ -250,6 +252,7 @@ class Run:
                 micro_batch_size=self._numerics.micro_batch_size,
             )
             self._created = folder
+        self._phase("joining the swarm")
         loop = LoopThread(f"run {self._name}")
         self._closing.callback(loop.stop)
         loop.start()
@@ -285,6 +288,9 @@ class Run:
 
     def _notice(self, line: str) -> None:
         self._hear(RunEvent(kind="notice", text=line, time_s=time.time()))
+
+    def _phase(self, text: str) -> None:
+        self._hear(RunEvent(kind="phase", text=text, time_s=time.time()))
 
     def _hear(self, happening: Happening) -> None:
         for sink in self._sinks:

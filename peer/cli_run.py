@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -390,24 +391,30 @@ def _end(code: int) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Errors that users can mend are one line on stderr; anything else keeps its traceback."""
-    from peer.interrupts import end_in_time
+    """The program: ends in time after Ctrl-C, and quickly otherwise."""
+    from peer.interrupts import end_in_time, leave
 
     end_in_time("fusion-run")
+    leave(execute(sys.argv[1:]))
+
+
+def execute(arguments: Sequence[str]) -> int:
+    """Run one command; its exit code. Errors that users can mend are one line on stderr, others are raised."""
     from dht.errors import DhtError
     from fusion_p2p.errors import FusionError
 
     try:
-        app(prog_name="fusion-run")
+        app(list(arguments), prog_name="fusion-run")
     except (FusionError, DhtError) as error:
         print(f"fusion-run: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except (KeyboardInterrupt, SystemExit) as error:
-        if not _is_interrupt(error):
-            raise
-        print("fusion-run: ended by Ctrl-C", file=sys.stderr)
-        sys.exit(130)
-    sys.exit(0)
+        if _is_interrupt(error):
+            print("fusion-run: ended by Ctrl-C", file=sys.stderr)
+            return 130
+        if isinstance(error, SystemExit):
+            return error.code if isinstance(error.code, int) else 0
+    return 0
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

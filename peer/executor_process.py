@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +17,7 @@ import psutil
 from peer.control_io import MessageStream
 from peer.errors import ExecutorDied, WireError
 from peer.executor_protocol import MAX_PRIVATE_MESSAGE, Beat, FromExecutor, Ready, Start, ToExecutor
+from peer.interrupts import bound_command
 
 log = logging.getLogger("peer.daemon")
 
@@ -109,7 +110,7 @@ class ExecutorProcess:
             if self._stream is not None:
                 self._stream.close()
             self._stream = None
-            await _stop(process)
+            await _stop(process, STOP_S if self.ready is not None else 0.0)  # one that still loads torch hears nothing
         if self._over_memory:
             cap = self.start.memory_bytes
             return Death(
@@ -124,7 +125,7 @@ class ExecutorProcess:
     async def _spawn(self, theirs: socket.socket) -> asyncio.subprocess.Process:
         with _open_log(self._log_file) as log_file:
             return await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "peer.executor", str(theirs.fileno()),
+                *bound_command(signal.SIGKILL, "peer.executor", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),), start_new_session=True, env=_environment(self.start.threads),
                 stdin=asyncio.subprocess.DEVNULL, stdout=log_file, stderr=log_file,
             )  # fmt: skip
@@ -175,10 +176,10 @@ def _open_log(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
+async def _stop(process: asyncio.subprocess.Process, grace_s: float) -> None:
     """The end of its socketpair asks it to go; after a moment it is made to."""
     try:
-        async with asyncio.timeout(STOP_S):
+        async with asyncio.timeout(grace_s):
             await process.wait()
     except (TimeoutError, asyncio.CancelledError):
         if process.returncode is None:

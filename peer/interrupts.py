@@ -2,11 +2,12 @@
 
 `undisturbed` lets what cleans up finish: each such part is bounded, together below END_S. `end_in_time` stands behind
 it for programs of ours: END_S after the first signal, or at the second, what this process started is killed and its
-temporary folders go, and the process with them, whatever its main thread does.
+temporary folders go, and the process with them, whatever its main thread does. `leave` is how they end otherwise.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import NoReturn
 
 SESSION_S, LOOP_S, KILL_AFTER_S = 3.0, 1.5, 3.0  # freeing the volunteers; ending our tasks; SIGTERM to SIGKILL
 END_S = 9.0
@@ -24,6 +26,33 @@ _OURS = (
     "dht.p2pd",
     "peer.lab.netns",
 )  # each with an `end_all`; in this order: volunteers leave folders too
+
+
+# prctl's option 1 is PR_SET_PDEATHSIG; it outlives the exec.
+_BOUND = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, int(sys.argv[2])); "
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1); "
+    "os.execv(sys.executable, [sys.executable, '-m', *sys.argv[3:]])"
+)
+
+
+def bound_command(number: signal.Signals, module: str, *arguments: str) -> list[str]:
+    """`python -m module arguments` as a child of this process that gets signal `number` when this process dies, however
+    it dies. (Linux ties it to the thread that starts the child.)"""
+    return [sys.executable, "-c", _BOUND, str(os.getpid()), str(int(number)), module, *arguments]
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, after what was registered to run at its end.
+
+    The interpreter's own end walks every object that torch and a capture made: seconds where the machine is loaded, in
+    which no thread runs that could end it in time.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -78,7 +79,7 @@ def train(
             write_atomic(folder / CONFIG, dump(_anchored(config)).encode("utf-8"))
             session = _Session(config, folder, swarm, report)
             if faults is not None and isinstance(swarm, LocalSwarm):
-                session.chaos = Chaos(swarm, faults, told=session.tell)
+                session.chaos = Chaos(swarm, faults, told=partial(session.tell, "chaos"))
             return session.run(origin)
     finally:
         if is_new and not RunFolder(folder).sets():
@@ -278,6 +279,7 @@ class _Session:
 
     def _checkpoint(self, run: Run) -> dict[str, Any]:
         """Save the weights as they are now; they are returned."""
+        self.tell("phase", "saving a checkpoint")
         state = run.state_dict()
         checkpoints.save(
             self._folder / "checkpoints",
@@ -294,10 +296,10 @@ class _Session:
         begun = RunFolder(self._folder).sets()
         return f"continue with: fusion-run resume {self._folder}" if begun else "nothing was trained yet"
 
-    def tell(self, line: str) -> None:
-        """What chaos did, to the view and the logs."""
+    def tell(self, kind: str, line: str) -> None:
+        """To the view and the logs."""
         for sink in self._sinks:
-            sink(RunEvent(kind="chaos", text=line, time_s=time.time(), step=self._last.step if self._last else 0))
+            sink(RunEvent(kind=kind, text=line, time_s=time.time(), step=self._last.step if self._last else 0))
 
     def _compare(self, origin: Path | None, numerics: Numerics, found: str) -> int:
         """Train the same without faults in this process; 1 if the weights differ."""

@@ -7,13 +7,14 @@ end with `stop`, and by themselves when this process dies however it dies.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import itertools
 import os
 import select
 import shutil
+import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,25 +27,21 @@ import msgspec
 from dht.p2pd import clear_leftovers
 from fusion_p2p.errors import InputError
 from peer.errors import PeerError
-from peer.interrupts import KILL_AFTER_S, undisturbed
+from peer.interrupts import KILL_AFTER_S, bound_command, undisturbed
 from peer.offers import SwarmLinks
 
 READY_TIMEOUT_S = 60.0
 MAX_READY_BYTES = 4096
-# Started so, the volunteer gets SIGTERM when this process dies; prctl's option 1 is PR_SET_PDEATHSIG.
-_BOUND = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1); "
-    "os.execv(sys.executable, [sys.executable, '-m', 'peer.cli_peer', *sys.argv[2:]])"
-)
-
 
 _running: set[subprocess.Popen[bytes]] = set()
 _temporary: set[Path] = set()
+_OWNER = os.getpid()
 
 
 def end_all() -> None:
     """For a process that ends now: every volunteer started here is killed, temporary folders are removed."""
+    if os.getpid() != _OWNER:
+        return  # a forked child has none
     for process in list(_running):
         process.kill()
     for process in list(_running):
@@ -52,6 +49,9 @@ def end_all() -> None:
             process.wait(0.5)
     for path in list(_temporary):
         shutil.rmtree(path, ignore_errors=True)
+
+
+atexit.register(end_all)  # for what Ctrl-C left between two lines
 
 
 def _temporary_folder(prefix: str) -> Path:
@@ -98,8 +98,8 @@ class Volunteer:
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         log = home / "log.txt"
         read_end, write_end = os.pipe()
-        command = [sys.executable, "-c", _BOUND, str(os.getpid()), "join", *arguments, "--ready-fd", str(write_end)]
-        command = [*before, *command]
+        join = ["join", *arguments, "--ready-fd", str(write_end)]
+        command = [*before, *bound_command(signal.SIGTERM, "peer.cli_peer", *join)]
         try:
             with log.open("ab") as output:
                 process = subprocess.Popen(

@@ -4,71 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.cluster.trainer_process import SMALL, fusion_run, refused, script, small_run, start, wait_for_line
 from tests.cluster.volunteer_process import Peer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Path]:
-    """A working folder; afterwards no process that was started from it is left."""
-    yield tmp_path
-    left = [
-        p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("FUSION_TEST") == str(tmp_path)
-    ]
-    for process in left:
-        process.kill()
-    assert not left
-    temporary = tmp_path / "tmp"
-    assert not temporary.exists() or not [p.name for p in temporary.iterdir() if p.name.startswith("fusion")]
-
-
-def environment(place: Path) -> dict[str, str]:
-    (place / "tmp").mkdir(exist_ok=True)
-    return os.environ | {
-        "FUSION_HOME": str(place / "home"),
-        "FUSION_TEST": str(place),
-        "TMPDIR": str(place / "tmp"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-
-
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "peer.cli_run", *map(str, arguments)]
-
-
-def fusion_run(place: Path, *arguments: str | Path) -> str:
-    done = subprocess.run(
-        command(*arguments), cwd=place, env=environment(place), capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
-    return done.stdout
-
-
-def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(*arguments),
-        cwd=place,
-        env=environment(place),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 def test_gpt2_toml(place: Path) -> None:
@@ -91,83 +39,21 @@ def test_resnet_mnist_toml(place: Path) -> None:
 
 
 def test_train_gpt2_py(place: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "train_gpt2.py", "--steps", "2", "--peers", "2"],
-        cwd=place,
-        env=environment(place),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "step 1: loss 5." in done.stdout
+    assert "step 1: loss 5." in script(place, EXAMPLES / "train_gpt2.py", "--steps", "2", "--peers", "2")
     assert (place / "gpt2-woodchuck" / "config.json").exists()
 
 
 def test_finetune_lora_py(place: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "finetune_lora.py", "--steps", "2"],
-        cwd=place,
-        env=environment(place),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "step 1: loss 5." in done.stdout
+    assert "step 1: loss 5." in script(place, EXAMPLES / "finetune_lora.py", "--steps", "2")
     written = {p.name for p in (place / "lora-shells").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= written and "model.safetensors" not in written
-
-
-SMALL = """
-[run]
-name = "cats"
-steps = 6
-[model]
-family = "gpt2"
-[model.gpt2]
-layers = 2
-width = 16
-heads = 2
-context = 16
-[data]
-path = "book.txt"
-tokenizer = "bytes"
-[batch]
-micro_batches = 2
-micro_batch_size = 2
-[optimizer]
-lr = 3e-3
-warmup = 2
-decay_steps = 6
-[checkpoint]
-save_every = 2
-"""
-
-
-def small_run(place: Path) -> None:
-    (place / "run.toml").write_text(SMALL)
-    (place / "book.txt").write_text("the cat sat on the mat and the dog sat on the log.\n" * 200)
-
-
-def wait_for_step(trainer: subprocess.Popen[str]) -> float:
-    """The loss of the first step that the trainer says is done."""
-    assert trainer.stdout is not None
-    said = []
-    for line in trainer.stdout:
-        said.append(line)
-        if line.startswith("step "):
-            return float(line.split()[3])
-    raise AssertionError(f"the trainer ended with {trainer.wait(10)} before a step: {''.join(said)[-3000:]}")
 
 
 def test_a_paused_run_goes_on_as_if_nothing_had_been(place: Path) -> None:
     small_run(place)
     trainer = start(place, "train", "run.toml", "--local", "2", "--steps", "100000")
     with trainer:
-        wait_for_step(trainer)
+        wait_for_line(trainer, "^step ")
         assert "noted by the trainer" in fusion_run(place, "pause", "cats")
         rest = trainer.communicate(timeout=60)[0]
     assert trainer.returncode == 0 and "fusion-run resume runs/cats" in rest
@@ -197,7 +83,7 @@ def test_ctrl_c_ends_cleanly_and_a_fork_starts_from_the_checkpoint(place: Path) 
     (place / "fork.toml").write_text(SMALL.replace('"cats"', '"kittens"').replace("steps = 6", "steps = 100000"))
     trainer = start(place, "fork", "cats", "fork.toml", "--local", "2")
     with trainer:
-        assert wait_for_step(trainer) < report["steps"][0]["loss"] - 0.02
+        assert float(wait_for_line(trainer, "^step ").split()[3]) < report["steps"][0]["loss"] - 0.02
         trainer.send_signal(signal.SIGINT)
         rest = trainer.communicate(timeout=20)[0]
     assert trainer.returncode == 130
@@ -222,18 +108,7 @@ def test_recomputing_activations_changes_no_bit(place: Path) -> None:
 def test_an_address_that_nobody_answers_is_bad_input(place: Path) -> None:
     small_run(place)
     nobody = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
-    done = subprocess.run(
-        command("train", "run.toml", "--swarm", nobody),
-        cwd=place,
-        env=environment(place),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 2
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("fusion-run: ") and "127.0.0.1" in last
+    assert "127.0.0.1" in refused(place, "train", "run.toml", "--swarm", nobody)
 
 
 def test_too_little_memory_in_the_swarm_is_bad_input_with_figures(place: Path) -> None:
@@ -246,18 +121,8 @@ def test_too_little_memory_in_the_swarm_is_bad_input_with_figures(place: Path) -
     try:
         [address, *_] = peer.event("joined")["addresses"]
         peer.event("devices")
-        done = subprocess.run(
-            command("train", "wide.toml", "--no-compute", "--swarm", address),
-            cwd=place,
-            env=environment(place),
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode == 2, done.stderr[-2000:]
-        last = done.stderr.strip().splitlines()[-1]
-        assert last.startswith("fusion-run: ") and "memory" in last
+        last = refused(place, "train", "wide.toml", "--no-compute", "--swarm", address)
+        assert "memory" in last
         assert re.search(r"\d+(\.\d+)? [MG]iB.*\d+(\.\d+)? [MG]iB", last), last
         assert not (place / "runs" / "cats").exists()
         assert peer.end() == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +123,7 @@ def test_export_adapter_from_the_command_line(
     checkpoint.save(run / "checkpoints", weights, run="r", name="cats", step=2, loss=5.0, keep=2)
 
     def call(*arguments: str) -> Any:
-        monkeypatch.setattr(sys, "argv", ["fusion-run", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli_run.main()
-        return ended.value.code or 0, capsys.readouterr()
+        return cli_run.execute(arguments), capsys.readouterr()
 
     monkeypatch.chdir(tmp_path)
     code, said = call("export", "cats", "out", "--adapter")

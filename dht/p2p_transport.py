@@ -121,7 +121,7 @@ class P2PTransport:
 
     async def connect(self, peer_id: str, addresses: tuple[str, ...], *, timeout_s: float = 10.0) -> None:
         """Raises PeerUnreachable. `addresses` with or without their /p2p/ part; () asks libp2p's own routing."""
-        transports = tuple(a.partition("/p2p/")[0] for a in addresses)
+        transports = tuple(a.removesuffix(f"/p2p/{peer_id}") for a in addresses)
         await self._patiently(
             f"connecting to peer {peer_id}",
             lambda: self.client.connect(peer_id, transports, timeout_s=timeout_s),

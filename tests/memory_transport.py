@@ -45,6 +45,7 @@ class _Writer:
 
     def write(self, data: bytes | memoryview) -> None:
         if not self._pipe.closed and not self._pipe.mute:
+            self._pipe.network.wire += data
             self._theirs.feed_data(bytes(data))
             self._pipe.bytes += len(data)
 
@@ -84,7 +85,7 @@ class Pipe:
         self.flow = asyncio.Event()  # clear: nothing gets through, as with a frozen peer
         self.flow.set()
         self.a, self.b = _Reader(), _Reader()
-        self._network = network
+        self.network = network
 
     def ends(self) -> tuple[Stream, Stream]:
         a = cast(asyncio.StreamWriter, _Writer(self, self.b))
@@ -94,7 +95,7 @@ class Pipe:
     def cut(self) -> None:
         if not self.closed:
             self.closed = True
-            self._network.pipes.discard(self)
+            self.network.pipes.discard(self)
             for reader in (self.a, self.b):
                 reader.feed_eof()
                 reader.drained.set()
@@ -103,12 +104,15 @@ class Pipe:
 
 @dataclass
 class Network:
-    """Peers by id; `dead` peers cannot be dialled."""
+    """Peers by id; `dead` peers cannot be dialled, `private` ones only over a connection that they made themselves."""
 
     peers: dict[str, MemoryTransport] = field(default_factory=dict)
     pipes: set[Pipe] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
+    private: set[str] = field(default_factory=set)
+    linked: set[frozenset[str]] = field(default_factory=set)
     opened: int = 0
+    wire: bytearray = field(default_factory=bytearray)  # every byte that passed
 
     def transport(self, peer_id: str) -> MemoryTransport:
         self.peers[peer_id] = MemoryTransport(self, peer_id)
@@ -137,6 +141,14 @@ class MemoryTransport:
     async def connect(self, peer_id: str, addresses: tuple[str, ...], *, timeout_s: float = 10.0) -> None:
         if peer_id in self._network.dead or peer_id not in self._network.peers:
             raise PeerUnreachable(f"connecting to peer {peer_id}: no such peer")
+        pair = frozenset((self._peer_id, peer_id))
+        if peer_id in self._network.private and pair not in self._network.linked:
+            raise PeerUnreachable(f"connecting to peer {peer_id}: it cannot be dialled")
+        self._network.linked.add(pair)
+
+    async def connected(self) -> dict[str, tuple[str, ...]]:
+        pairs = [p for p in self._network.linked if self._peer_id in p]
+        return {other: ("/ip4/192.0.2.1/tcp/1",) for p in pairs for other in p - {self._peer_id}}
 
     async def open_stream(self, peer_id: str, protocol: str, *, timeout_s: float = 10.0) -> Stream:
         await self.connect(peer_id, ())

@@ -1,0 +1,257 @@
+"""Pipes between peers that nobody can dial: sealed end to end, joined at a host, resumed at another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from dht.errors import PeerUnreachable
+from dht.identity import Identity
+from dht.transport import Stream
+from peer import pipe_host, pipe_seal
+from peer.pipe_host import PIPE, PipeHost
+from peer.pipe_seal import Handshake, Sealer, Unreadable
+from peer.pipes import Pipes, circuit, hosts_of
+from peer.protocol import BLOBS, CONTROL
+from peer.selfdial import SelfDial
+from tests.memory_transport import MemoryTransport, Network
+
+SECRET = b"these are somebody's gradients " * 40
+
+
+def key(number: int) -> Identity:
+    return Identity.from_seed(bytes([number]) * 32)
+
+
+def address(peer: str) -> str:
+    return f"/ip4/192.0.2.1/tcp/1/p2p/{peer}"
+
+
+class Peer:
+    """A peer with its pipes; private unless `public`."""
+
+    def __init__(self, network: Network, folder: Path, number: int, hosts: list[str], *, public: bool = False) -> None:
+        self.identity = key(number)
+        self.inner = network.transport(self.identity.peer_id)
+        folder = folder / str(number)
+        folder.mkdir()
+        self.dial = SelfDial(self.inner, folder)
+
+        async def find() -> list[str]:
+            return hosts
+
+        self.pipes = Pipes(self.inner, self.identity, folder, find=find, deliver=self.dial.local)
+        if public:
+            self.pipes.dialled_at = (address(self.identity.peer_id),)
+        else:
+            network.private.add(self.identity.peer_id)
+
+
+async def echo(stream: Stream) -> None:
+    stream.writer.write(stream.remote.encode())
+    while data := await stream.reader.read(1 << 16):
+        stream.writer.write(data)
+        await stream.writer.drain()
+
+
+class World:
+    def __init__(self) -> None:
+        self.network = Network()
+        self.hosts: list[tuple[MemoryTransport, PipeHost]] = []
+        self.peers: list[Peer] = []
+
+
+@contextlib.asynccontextmanager
+async def world(folder: Path, *, hosts: int = 1, public: bool = False) -> AsyncIterator[World]:
+    """Two peers, the first may be public, the second rests at all hosts and serves BLOBS and CONTROL as echoes."""
+    w = World()
+    for number in range(hosts):
+        transport = w.network.transport(key(100 + number).peer_id)
+        host = PipeHost(transport, 1e9)
+        await host.start()
+        w.hosts.append((transport, host))
+    offered = [address(t.peer_id) for t, _ in w.hosts]
+    w.peers = [Peer(w.network, folder, 1, offered, public=public), Peer(w.network, folder, 2, offered)]
+    for peer in w.peers:
+        await peer.pipes.start()
+    caller, called = w.peers
+    called.pipes.rest()
+    assert await called.pipes.until_rested(5)
+    while len(called.pipes.addresses()) < hosts:
+        await asyncio.sleep(0.01)
+    for protocol in (BLOBS, CONTROL):
+        await called.dial.serve(protocol, echo)
+    await caller.dial.connect(called.dial.peer_id, called.pipes.addresses())
+    try:
+        yield w
+    finally:
+        for peer in w.peers:
+            await peer.pipes.close()
+            await peer.dial.close()
+        for transport, _ in w.hosts:
+            await transport.close()
+
+
+async def exchange(stream: Stream, remote: str, data: bytes) -> None:
+    async with asyncio.timeout(10):
+        assert (await stream.reader.readexactly(len(remote))).decode() == remote
+        stream.writer.write(data)
+        await stream.writer.drain()
+        assert await stream.reader.readexactly(len(data)) == data
+    stream.writer.close()
+
+
+@pytest.mark.parametrize("protocol", [BLOBS, CONTROL])
+def test_two_private_peers_exchange_bytes_that_the_host_cannot_read(tmp_path: Path, protocol: str) -> None:
+    async def main() -> None:
+        async with world(tmp_path) as w:
+            caller, called = w.peers
+            stream = await caller.dial.open_stream(called.dial.peer_id, protocol)
+            assert stream.remote == called.dial.peer_id
+            await exchange(stream, caller.dial.peer_id, SECRET * 1000)
+            assert SECRET not in w.network.wire
+            carried = w.hosts[0][1].carried
+            assert len(SECRET) * 1000 < carried[caller.dial.peer_id] < 1.01 * len(SECRET) * 1000 + 1000
+
+    asyncio.run(main())
+
+
+def test_a_caller_that_can_be_dialled_is_dialled_and_nothing_is_piped(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path, public=True) as w:
+            caller, called = w.peers
+            stream = await caller.dial.open_stream(called.dial.peer_id, CONTROL)
+            async with asyncio.timeout(5):
+                assert (await stream.reader.readexactly(52)).decode() == caller.dial.peer_id
+            stream.writer.close()
+            assert w.hosts[0][1].carried.total() == 0
+            assert frozenset((caller.dial.peer_id, called.dial.peer_id)) in w.network.linked
+
+    asyncio.run(main())
+
+
+def test_a_stream_ends_with_its_host_and_the_next_goes_by_another(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path, hosts=2) as w:
+            caller, called = w.peers
+            stream = await caller.dial.open_stream(called.dial.peer_id, BLOBS)
+            stream.writer.write(b"x")
+            async with asyncio.timeout(5):
+                await stream.reader.readexactly(53)
+            (used,) = [t for t, host in w.hosts if host.pipes]
+            w.network.dead.add(used.peer_id)
+            w.network.cut(used.peer_id)
+            async with asyncio.timeout(5):
+                assert await stream.reader.read() == b""
+            stream = await caller.dial.open_stream(called.dial.peer_id, BLOBS)
+            await exchange(stream, caller.dial.peer_id, SECRET)
+            assert all(used.peer_id not in a for a in called.pipes.addresses())
+
+    asyncio.run(main())
+
+
+def test_a_host_that_answers_itself_is_found_out(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path) as w:
+            caller, called = w.peers
+            mallory = key(66)
+
+            async def pose(stream: Stream) -> None:
+                talk = pipe_host.MessageStream(stream.reader, stream.writer, pipe_host._DECODER, limit=4096)
+                await talk.receive(timeout_s=5)
+                await talk.send(pipe_host.Joined(), timeout_s=5)
+                await pipe_seal.answer(stream, mallory, caller.dial.peer_id)
+
+            await w.hosts[0][0].serve(PIPE, pose)
+            with pytest.raises(PeerUnreachable, match="whoever answers in the pipe is not peer"):
+                await caller.dial.open_stream(called.dial.peer_id, BLOBS)
+
+    asyncio.run(main())
+
+
+def test_two_private_peers_without_a_host_are_told_in_plain_words(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path) as w:
+            caller, called = w.peers
+            w.hosts[0][1]._refuses = lambda: "12.0 of 12.0 GB (--monthly-gb) passed this month"
+            with pytest.raises(PeerUnreachable, match=r"need a public one that offers a pipe.*--relay-mbps.*12\.0 GB"):
+                await caller.dial.open_stream(called.dial.peer_id, BLOBS)
+            w.hosts[0][1]._refuses = lambda: ""
+            w.hosts[0][1]._open[caller.dial.peer_id] = pipe_host.MAX_PER_PEER
+            with pytest.raises(PeerUnreachable, match="has 16 pipes here"):
+                await caller.dial.open_stream(called.dial.peer_id, BLOBS)
+
+    asyncio.run(main())
+
+
+def test_a_stranger_cannot_answer_a_ring(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path) as w:
+            host, other = w.hosts[0][1], w.network.transport(key(9).peer_id)
+            future: asyncio.Future[Stream | None] = asyncio.get_running_loop().create_future()
+            host._waiting[bytes(16)] = pipe_host._Waiting(w.peers[1].dial.peer_id, future)
+            stream = await other.open_stream(w.hosts[0][0].peer_id, PIPE)
+            talk = pipe_host.MessageStream(stream.reader, stream.writer, pipe_host._DECODER, limit=4096)
+            await talk.send(pipe_host.Answer(bytes(16)), timeout_s=5)
+            async with asyncio.timeout(5):
+                assert await stream.reader.read() == b""
+            assert not future.done()
+
+    asyncio.run(main())
+
+
+# --- the seal
+
+
+def shaken() -> tuple[Handshake, Handshake]:
+    a, b = Handshake(key(1), key(2).peer_id, calling=True), Handshake(key(2), key(1).peer_id, calling=False)
+    a.hear(b.mine)
+    b.hear(a.mine)
+    return a, b
+
+
+def test_both_ends_have_the_same_two_keys() -> None:
+    a, b = shaken()
+    b.check(a.signature())
+    a.check(b.signature())
+    assert a.keys() == b.keys()[::-1]
+    assert a.keys()[0] != a.keys()[1]
+    assert shaken()[0].keys() != a.keys()
+
+
+def test_a_signature_of_another_exchange_role_or_peer_is_refused() -> None:
+    a, b = shaken()
+    other, _ = shaken()
+    for wrong in (other.signature(), a.signature()[::-1], b.signature(), b"", bytes(64)):
+        with pytest.raises(Unreadable):
+            b.check(wrong)
+    with pytest.raises(Unreadable):
+        a.check(a.signature())  # sent back
+
+
+def test_a_key_of_small_order_is_refused() -> None:
+    a, _ = shaken()
+    a.hear(bytes(32))
+    with pytest.raises(Unreadable):
+        a.keys()
+
+
+def test_records_open_once_in_order_and_unchanged() -> None:
+    sealer = Sealer(bytes(32))
+    records = [sealer.seal(bytes([i]) * 5) for i in range(3)]
+    assert len({r[4:] for r in (Sealer(bytes(32)).seal(b"same"), sealer.seal(b"same"))}) == 2
+    opener = Sealer(bytes(32))
+    assert opener.open(records[0][:4], records[0][4:]) == bytes(5)
+    for bad in (records[0], records[2], records[1][:-1] + b"\0", records[1][:10]):
+        with pytest.raises(Unreadable):
+            Sealer(bytes(32)).open(bad[:4], bad[4:]) if bad is not records[0] else opener.open(bad[:4], bad[4:])
+
+
+def test_addresses_by_way_of_a_host() -> None:
+    host, me = address(key(100).peer_id), key(1).peer_id
+    assert hosts_of((address(me), circuit(host, me), circuit(host, me))) == (host,)
+    assert hosts_of((address(me), "nonsense")) == ()

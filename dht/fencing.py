@@ -107,9 +107,9 @@ class Fencing:
     async def _round(self) -> float:
         m, now = self.machine, self.board.clock.now
         await self._read()
-        await self._ping_all(m.pings(self.board.strangers(24)))
+        relayed = await self._ping_all(m.pings(self.board.strangers(24)))
         target = None if self._busy() else m.probe(now())
-        if target is not None:
+        if target is not None and target not in relayed:  # a relay resets a stream of that many bytes
             with contextlib.suppress(DhtError):
                 up, down = await self.probes.rates(target)
                 m.rated(target, up, down, now())
@@ -135,7 +135,8 @@ class Fencing:
 
         await _all((leader(), index(), members()))
 
-    async def _ping_all(self, peers: Sequence[str]) -> None:
+    async def _ping_all(self, peers: Sequence[str]) -> frozenset[str]:
+        """Those that are reached through a relay only."""
         gate = asyncio.Semaphore(_AT_ONCE)
         relayed = await _relayed(self.board)
 
@@ -151,6 +152,7 @@ class Fencing:
                     self.machine.heard(peer, pong.rtt_s, beat, at, relayed=peer in relayed)
 
         await _all(tuple(map(one, peers)))
+        return relayed
 
     def _publish(self, stand: Stand) -> None:
         self.board.set_membership(stand.fence, stand.leader, stand.term)

@@ -158,6 +158,12 @@ class Board(BoardReads):
             waiting = ", ".join(key for (key, _), own in self._own.items() if own.changed)
             raise TransportError(f"not stored on the board after {timeout_s:g} s: {waiting}") from error
 
+    def keep_nothing(self) -> None:
+        """This peer cannot be dialled: from now on others are not told of its node, and forget it when it is silent."""
+        self._client_only = True
+        protocol = self._node.protocol
+        protocol.client_mode, protocol.node_info = True, node_parts().dht_pb2.NodeInfo()
+
     def strangers(self, count: int) -> list[str]:
         """Some peers of the swarm at random, as this node's routing table knows them; they may have left."""
         known = [peer_id_text(p.to_bytes()) for p in self._node.protocol.routing_table.uid_to_peer_id.values()]

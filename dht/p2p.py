@@ -79,6 +79,7 @@ async def start(
         announce_addresses=tuple(addresses.check_address(a) for a in announce_addresses),
         dht_server=not client_only,
         nat=any("/127." not in a and "/::1" not in a for a in host_addresses),
+        relays=bootstrap,
     )
     try:
         await transport.begin(config, timeout_s=timeout_s)

@@ -46,6 +46,7 @@ class P2pdConfig:
     announce_addresses: tuple[str, ...] = ()
     dht_server: bool = True
     nat: bool = True  # port mapping, AutoNAT and relay; off for swarms on one machine
+    relays: tuple[str, ...] = ()  # peers that a p2pd behind NAT asks to relay signalling
 
 
 _mine: set[tuple[int, Path]] = set()  # (process, folder): a forked child has none
@@ -262,6 +263,9 @@ def _arguments(config: P2pdConfig, control: Path) -> list[str]:
         f"-autonat={on}",
         f"-relay={on}",
     ]
+    if config.nat and config.relays:
+        # Relays at random, as p2pd would look for by itself, come minutes later or never.
+        arguments += ["-autoRelay=1", "-relayDiscovery=0", f"-trustedRelays={','.join(config.relays)}"]
     if config.host_addresses:
         arguments.append(f"-hostAddrs={','.join(config.host_addresses)}")
     else:

@@ -12,8 +12,10 @@ from typing import TypeAlias
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dht import p2p
+from dht.control import socket_path
 from dht.errors import DhtError
 from dht.node import Board
+from dht.p2p import P2PTransport
 from fusion_p2p.ir import OpDag
 from fusion_p2p.split import StageProgram
 from peer.blobs import serve_blobs
@@ -21,7 +23,9 @@ from peer.channel_io import ChannelSettings
 from peer.events import Happening, RunEvent, Sink
 from peer.lab.local_swarm import OwnDevice
 from peer.offers import SwarmLinks
+from peer.pipe_service import PipeService, reach_of
 from peer.ratelimit import Limiter
+from peer.selfdial import SelfDial
 from peer.signing import public_bytes
 from peer.trainer import Trainer
 from peer.trainer_adopt import Replay
@@ -37,6 +41,12 @@ Initial: TypeAlias = Callable[[StageProgram], bytes]
 WARNING = (
     "volunteers can see or reconstruct this run's data, labels and weights; allow_peers restricts it to those you trust"
 )
+
+NO_PIPE = (
+    "this machine cannot be dialled and no peer offers a pipe: volunteers that cannot be dialled either are out of "
+    "reach; one public peer with fusion-peer join --relay-mbps 50 would mend it, or a forwarded port here"
+)
+RESTED_S = 8.0
 
 
 @dataclass(slots=True)
@@ -88,6 +98,7 @@ async def open_session(
         stack.push_async_callback(transport.close)
         board = await Board.start(transport)
         stack.push_async_callback(board.close)
+        dial = SelfDial(transport, socket_path(transport.control_address).parent)
         allowed = allow_peers
         if compute:
             own = await OwnDevice.start(addresses, public_bytes(owner).hex())
@@ -105,8 +116,10 @@ async def open_session(
 
         hear(RunEvent(kind="notice", text=WARNING, time_s=time.time()))
         session = Session(signed_spec=signed_spec, spec=spec, owner_key=owner, epoch=epoch, clock=time.time)
+        where = (lambda: ()) if loopback else await _find_pipes(transport, board, dial, stack, hear)
         trainer = Trainer(
-            transport=transport,
+            transport=dial,
+            own_addresses=where,
             swarm=swarm,
             session=session,
             folder=folder,
@@ -116,7 +129,7 @@ async def open_session(
             sink=hear,
         )
         await serve_blobs(
-            transport,
+            dial,
             folder.blobs,
             lambda peer, run, blob: run == spec.run and trainer.hosts_stage(peer),
             limiter=Limiter(None),
@@ -126,3 +139,16 @@ async def open_session(
         trainer.spawn(publisher.serve())
         await trainer.start(data_state, replay)
         return SwarmSession(trainer, publisher, swarm, stack.pop_all())
+
+
+async def _find_pipes(
+    transport: P2PTransport, board: Board, dial: SelfDial, stack: contextlib.AsyncExitStack, hear: Sink
+) -> Callable[[], tuple[str, ...]]:
+    """What says where volunteers reach this trainer. If it cannot be dialled it rests at a pipe host first."""
+    service = await PipeService.start(transport, board, dial)
+    stack.push_async_callback(service.close)
+    reach, own = await reach_of(transport)
+    service.found(reach, own)
+    if service.pipes.resting and not await service.pipes.until_rested(RESTED_S):
+        hear(RunEvent(kind="notice", text=NO_PIPE, time_s=time.time()))
+    return lambda: service.addresses(own)

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import msgspec
 
+PAYLOAD = 0.95  # of a cap; the rest is the transport's own envelope, the board and control streams
+BLOB_SHARE = 0.25  # of a cap, for snapshots
+
 
 class Traffic(msgspec.Struct):
     """traffic.json: what passed in a month, "2026-11"; kept over restarts."""
@@ -61,6 +64,23 @@ class MonthlyCap:
         if self.cap_bytes is None or self.traffic.total_bytes < self.cap_bytes:
             return ""
         return f"{self.traffic.total_bytes / 1e9:.1f} of {self.cap_bytes / 1e9:.1f} GB (--monthly-gb) passed this month"
+
+
+def upload_shares(rate: float | None, relay: float | None, executors: int) -> tuple[float | None, float | None]:
+    """(bytes per second for snapshots, for each executor's tensors) of an upload cap, None without one. What is offered
+    to pipes is set aside."""
+    if rate is None:
+        return None, None
+    own = (rate - (relay or 0.0)) * PAYLOAD
+    return own * BLOB_SHARE, own * (1 - BLOB_SHARE) / executors
+
+
+def download_shares(rate: float | None, relay: float | None, executors: int) -> tuple[float, float] | None:
+    """(for the daemon, for each executor that attaches to its p2pd) of a download cap."""
+    if rate is None:
+        return None
+    own = max(0.0, rate - (relay or 0.0)) * PAYLOAD
+    return own * BLOB_SHARE + (relay or 0.0), own * (1 - BLOB_SHARE) / executors
 
 
 def this_month() -> str:

@@ -112,6 +112,12 @@ def _add_join(sub: argparse.ArgumentParser) -> None:
     add("--vram", type=_size, metavar="SIZE", help="most memory per CUDA device (default: all of it)")
     add("--upload-mbps", type=_rate, metavar="MBPS", help="upload cap in megabits per second (default: none)")
     add("--download-mbps", type=_rate, metavar="MBPS", help="download cap in megabits per second (default: none)")
+    add(
+        "--relay-mbps",
+        type=_rate,
+        metavar="MBPS",
+        help="carry tensors, sealed, between peers that cannot be dialled, this much in all (default: nothing)",
+    )
     add("--disk", type=_size, metavar="SIZE", help="most that snapshots of others may take on disk (default: no cap)")
     add("--monthly-gb", type=_rate, metavar="GB", help="most traffic a month, both ways, in GB (default: no cap)")
     add("--hours", default="", metavar="SPAN", help="local time in which to compute, 22:00-07:00 (default: always)")
@@ -175,6 +181,15 @@ def _size(text: str) -> int:
     return value
 
 
+def _relay(options: argparse.Namespace) -> float | None:
+    from fusion_p2p.errors import InputError
+
+    relay, upload = options.relay_mbps, options.upload_mbps
+    if relay and upload and relay >= upload:
+        raise InputError(f"--relay-mbps {relay:g} must be less than --upload-mbps {upload:g}, of which it is a part")
+    return relay * 1e6 / 8 if relay else None
+
+
 def join_options(options: argparse.Namespace) -> JoinOptions:
     """Checked; InputError names the option at fault."""
     from dht.addresses import check_address, check_swarm_address
@@ -211,6 +226,7 @@ def join_options(options: argparse.Namespace) -> JoinOptions:
         home=home(),
         name=options.name or os.uname().nodename,
         place=options.place,
+        relay_bytes_per_s=_relay(options),
         devices=names,
         memory_bytes=memory,
         vram_bytes=options.vram or 0,

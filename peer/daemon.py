@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -25,24 +26,26 @@ from peer import caps, preflight
 from peer.blobs import BlobStore, serve_blobs
 from peer.buddy import Buddy
 from peer.channel_io import ChannelSettings
+from peer.daemon_record import board_names, device_view, leader_score, peer_record
 from peer.daemon_session import ControlServer
 from peer.executor_process import ExecutorProcess
 from peer.executor_protocol import Start
-from peer.local_control import Command, DeviceView, LocalControl, PeerStatus, StageView
+from peer.local_control import Command, LocalControl, PeerStatus, StageView
+from peer.pipe_service import PipeService, reach_of
 from peer.policy import LEASE_S, Policy, within_hours
 from peer.preflight import Finding
 from peer.protocol import CONTROL
 from peer.ratelimit import Limiter
 from peer.receipts import receipts
+from peer.selfdial import SelfDial
 from peer.volunteer import GRACE_S, Volunteer, minute_of_day
 
 log = logging.getLogger("peer.daemon")
 
 ROUND_S = 2.0
+REACH_S = 30.0
 LEAVE_S, STOP_S = 8.0, 3.0
 BLOB_AGE_S = 24 * 3600.0
-UPLOAD_PAYLOAD = 0.95  # of the cap; the rest is the transport's own envelope, the board and control streams
-BLOB_SHARE = 0.25  # of the upload cap, where there is one, for snapshots
 
 
 class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +64,7 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     download_bytes_per_s: float | None = None
     disk_bytes: int | None = None
     monthly_bytes: int | None = None
+    relay_bytes_per_s: float | None = None
     policy: Policy
     beat_s: float = 2.0
     dead_s: float = 8.0
@@ -100,6 +104,10 @@ class Daemon:
         self._month = caps.MonthlyCap(options.home, options.monthly_bytes)
         self._p2pd_pid: Callable[[], int | None] = lambda: None
         self._reach: Literal["", "direct", "relay", "none"] = ""
+        self._pipes: PipeService | None = None
+        self._told: set[str] = set()  # addresses published by this process
+        self._since = 0.0  # swarm time
+        self._twin = ""
 
     def leave(self) -> None:
         self._leaving.set()
@@ -114,7 +122,7 @@ class Daemon:
             o.home / "identity",
             host_addresses=o.listen,
             bootstrap=o.bootstrap,
-            download_bytes_per_s=_download_shares(o),
+            download_bytes_per_s=caps.download_shares(o.download_bytes_per_s, o.relay_bytes_per_s, len(o.devices)),
         )
         try:
             self._addresses = await transport.addresses()
@@ -136,27 +144,33 @@ class Daemon:
         _clear_old(o.home / "blobs")
         executors: dict[str, ExecutorProcess] = {}
         settings = ChannelSettings(beat_s=o.beat_s, dead_s=o.dead_s)
+        folder = socket_path(transport.control_address).parent
+        dial = SelfDial(transport, folder)
         self._volunteer = volunteer = Volunteer(
             transport.peer_id, o.home, o.policy, store, executors, lambda: self._publish(board),
-            buddy=Buddy(transport, store, o.home, settings),
+            buddy=Buddy(dial, store, o.home, settings),
         )  # fmt: skip
         for name, device in board_names(o.devices):
             executors[name] = self._executor(name, device, transport, len(o.devices))
-        settings = ChannelSettings(beat_s=o.beat_s, dead_s=o.dead_s)
-        blob_rate = None if o.upload_bytes_per_s is None else o.upload_bytes_per_s * UPLOAD_PAYLOAD * BLOB_SHARE
-        await serve_blobs(transport, store, volunteer.may_fetch, limiter=Limiter(blob_rate), settings=settings)
+        blob_rate, _ = caps.upload_shares(o.upload_bytes_per_s, o.relay_bytes_per_s, len(o.devices))
+        await serve_blobs(dial, store, volunteer.may_fetch, limiter=Limiter(blob_rate), settings=settings)
         control = ControlServer(volunteer, beat_s=o.beat_s, dead_s=o.dead_s)
-        await transport.serve(CONTROL, control.handle)
-        folder = socket_path(transport.control_address).parent
+        await dial.serve(CONTROL, control.handle)
+        self._pipes = await PipeService.start(
+            transport, board, dial, offer_bytes_per_s=o.relay_bytes_per_s,
+            refuses=lambda: volunteer.policy.over_cap, changed=lambda: self._publish(board),
+        )  # fmt: skip
         local = LocalControl(folder / "local", o.home, transport.peer_id, lambda c: self._answer(c, board))
         await local.start()
-        self._fencing = await Fencing.start(board, score=_leader_score(o), busy=lambda: bool(volunteer.stages))
+        score = leader_score(bool(o.policy.hours), o.upload_bytes_per_s is not None)
+        self._fencing = await Fencing.start(board, score=score, busy=lambda: bool(volunteer.stages))
         remember_swarm(self._addresses + o.bootstrap)
+        self._since = board.clock.now()
         self._publish(board)
         self.joined = True
         self._say_ready("joined")
         runs = [asyncio.create_task(e.run(), name=f"executor {n}") for n, e in executors.items()]
-        rounds = asyncio.create_task(self._rounds(board), name="rounds")
+        rounds = asyncio.create_task(self._rounds(transport, board), name="rounds")
         leaving = asyncio.create_task(self._until_leaving(), name="leaving")
         look = asyncio.create_task(self._preflight(transport, board), name="preflight")
         try:
@@ -175,9 +189,16 @@ class Daemon:
             found += await preflight.network_findings(transport, board, self._fencing)
         except DhtError as error:
             found.append(Finding(name="swarm", ok=False, text=str(error)))
-        self._reach = preflight.reach_word(found)
-        self._publish(board)
         self._on_findings(found)
+        word = preflight.reach_word(found)
+        while not word:  # nobody was there to try it
+            await asyncio.sleep(REACH_S)
+            with contextlib.suppress(DhtError):
+                word, _ = await reach_of(transport)
+        self._reach = word
+        if self._pipes is not None:
+            self._pipes.found(word, self._addresses)
+        self._publish(board)
 
     async def _wind_up(self, tasks: list[asyncio.Task[None]], local: LocalControl, board: Board) -> None:
         """Tell trainers and the board, end the executors; bounded, whatever others do."""
@@ -190,6 +211,8 @@ class Daemon:
             log.info("leaving: %s", error)
         if self._fencing is not None:
             await self._fencing.close()
+        if self._pipes is not None:
+            await self._pipes.close()
         local.close()
         for task in tasks:
             task.cancel()
@@ -197,8 +220,7 @@ class Daemon:
 
     def _executor(self, name: str, device: str, transport: P2PTransport, count: int) -> ExecutorProcess:
         o = self._options
-        rate = o.upload_bytes_per_s
-        share = None if rate is None else rate * UPLOAD_PAYLOAD * (1 - BLOB_SHARE) / count
+        _, share = caps.upload_shares(o.upload_bytes_per_s, o.relay_bytes_per_s, count)
         start = Start(
             control_address=transport.control_address, device=device, threads=max(1, o.threads // count),
             memory_bytes=o.memory_bytes // count, vram_bytes=o.vram_bytes, upload_bytes_per_s=share,
@@ -213,7 +235,7 @@ class Daemon:
 
     # --- rounds
 
-    async def _rounds(self, board: Board) -> None:
+    async def _rounds(self, transport: P2PTransport, board: Board) -> None:
         """Leases, hours, the board's view of us and ours of it."""
         at = 0
         while True:
@@ -229,11 +251,20 @@ class Daemon:
                 self._publish_receipts(board)
             if at % 8 == 1:
                 try:
-                    self._seen_peers = len(await board.peers(timeout_s=5.0))
+                    await self._look_around(transport, board)
                 except DhtError as error:
                     log.info("board: %s", error)
             at += 1
             await asyncio.sleep(ROUND_S)
+
+    async def _look_around(self, transport: P2PTransport, board: Board) -> None:
+        peers = await board.peers(timeout_s=5.0)
+        self._seen_peers = len(peers)
+        self._addresses = await transport.addresses()  # a relay may have been found, or lost
+        twin = preflight.twin(peers, transport.peer_id, self._told, self._since, self._options.home / "identity")
+        if twin != self._twin:
+            log.warning("%s", twin or "the other peer with this identity is gone")
+            self._twin = twin
 
     def _look_at_caps(self) -> None:
         o, v = self._options, self._volunteer
@@ -253,24 +284,12 @@ class Daemon:
         return "busy" if self._volunteer.stages else "free"
 
     def _record(self) -> records.PeerRecord:
-        v = self._volunteer
-        found = []
-        for name, executor in v.executors.items():
-            ready = executor.ready
-            free = 0 if ready is None else max(0, ready.memory_bytes - max(executor.resident_bytes, ready.base_bytes))
-            found.append(
-                records.Device(
-                    kind=name.partition(":")[0], name=ready.name if ready else "",
-                    flops_per_s=_rounded(ready.flops_per_s) if ready else 0.0,
-                    memory_bytes_per_s=_rounded(ready.memory_bytes_per_s) if ready else 0.0,
-                    memory_bytes=ready.memory_bytes if ready else 0, free_bytes=int(_rounded(free)),
-                )
-            )  # fmt: skip
-        work = tuple(records.Work(run, stage) for run, stage in sorted(v.stages))[:16]
-        return records.PeerRecord(
-            peer=v.peer_id, version=_version(), devices=tuple(found), addresses=self._addresses[:8],
-            hours=v.policy.hours, state=self._state(), work=work, reach=self._reach, place=self._options.place,
-        )  # fmt: skip
+        where = self._addresses[:8] if self._pipes is None else self._pipes.addresses(self._addresses)
+        self._told |= set(where)
+        relay = self._options.relay_bytes_per_s if self._reach == "direct" else None
+        return peer_record(
+            self._volunteer, self._state(), where, self._reach, self._options.place, relay_mbps=(relay or 0) * 8 / 1e6
+        )
 
     def _publish(self, board: Board) -> None:
         record = self._record()
@@ -314,7 +333,7 @@ class Daemon:
         return PeerStatus(
             peer=v.peer_id, state=self._state(), addresses=self._addresses, name=self._options.name,
             uptime_s=time.monotonic() - self._started,
-            devices=tuple(_device_view(name, e) for name, e in v.executors.items()),
+            devices=tuple(device_view(name, e) for name, e in v.executors.items()),
             stages=tuple(
                 StageView(
                     run=run, name=s.spec.name, owner=s.spec.owner.hex(), stage=stage, device=s.assignment.device,
@@ -330,50 +349,6 @@ class Daemon:
     def _stands(self) -> tuple[str, str]:
         stand = None if self._fencing is None else self._fencing.stand
         return ("", "") if stand is None or stand.fence == records.NO_FENCE else (stand.fence, stand.leader)
-
-
-def _device_view(name: str, executor: ExecutorProcess) -> DeviceView:
-    ready, cap = executor.ready, executor.start.memory_bytes
-    if ready is None:
-        return DeviceView(device=name, state="starting", pid=executor.pid, cap_bytes=cap)
-    return DeviceView(
-        device=name, state="ready", name=ready.name, pid=executor.pid, flops_per_s=ready.flops_per_s,
-        memory_bytes_per_s=ready.memory_bytes_per_s, resident_bytes=executor.resident_bytes,
-        cap_bytes=ready.memory_bytes,
-    )  # fmt: skip
-
-
-def board_names(wanted: tuple[str, ...]) -> list[tuple[str, str]]:
-    """(name on the board, torch's name) of each device. On the board devices of a kind are numbered from 0."""
-    cards = [d for d in wanted if d != "cpu"]
-    return [("cpu", "cpu")] * ("cpu" in wanted) + [(f"cuda:{i}", d) for i, d in enumerate(cards)]
-
-
-def _download_shares(options: JoinOptions) -> tuple[float, float] | None:
-    """Bytes per second for the daemon and for each executor."""
-    rate = options.download_bytes_per_s
-    if rate is None:
-        return None
-    return rate * UPLOAD_PAYLOAD * BLOB_SHARE, rate * UPLOAD_PAYLOAD * (1 - BLOB_SHARE) / len(options.devices)
-
-
-def _leader_score(options: JoinOptions) -> int:
-    """What makes a good leader: it is there at all hours, and is not capped in what it may send."""
-    return 1 + 2 * (not options.policy.hours) + (options.upload_bytes_per_s is None)
-
-
-def _rounded(figure: float) -> float:
-    """Three digits: what changes less is not worth storing again."""
-    return float(f"{figure:.3g}")
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("fusion-p2p")
-    except PackageNotFoundError:
-        return "source"
 
 
 def _clear_old(folder: Path) -> None:

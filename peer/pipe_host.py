@@ -98,9 +98,7 @@ class _Waiting:
 class PipeHost:
     """`refuses`: why nothing is carried now ("" if it is), as over a cap."""
 
-    def __init__(
-        self, transport: Transport, bytes_per_s: float, *, refuses: Callable[[], str] = lambda: ""
-    ) -> None:
+    def __init__(self, transport: Transport, bytes_per_s: float, *, refuses: Callable[[], str] = lambda: "") -> None:
         self._transport, self._limiter, self._refuses = transport, Limiter(bytes_per_s), refuses
         self._resting: dict[str, MessageStream[ToHost]] = {}
         self._waiting: dict[bytes, _Waiting] = {}

@@ -1,4 +1,4 @@
-"""The two ends of a pipe (`pipe_host`): resting where one can be rung, calling who rests, and what joins both to streams.
+"""The two ends of a pipe (`pipe_host`): resting where one can be rung, calling who rests, joining both to streams.
 
 One `Pipes` per peer, in the process that owns its p2pd and identity. `SelfDial` of any process of that peer asks it,
 over a Unix socket in p2pd's private folder, for a stream to a peer that cannot be dialled; a stream that comes through

@@ -25,12 +25,14 @@ from dht.identity import load
 from dht.node import Board
 from dht.p2p import P2PTransport
 from dht.probe import Dialled, Reach, dial
+from dht.records import PeerRecord
 from peer import devices
+from peer.pipe_service import pipe_hosts, try_reach
 
 LEAST_DISK_BYTES = 2 << 30
 LEAST_MEMORY_BYTES = 1 << 30
-_ASKED = 3  # peers that try to dial this one
 _SLOW_S = 1.0
+_TWIN_S = 10.0
 _DEVICE_S = 90.0
 
 
@@ -165,8 +167,9 @@ async def network_findings(transport: P2PTransport, board: Board, fencing: Fenci
         if port
         else Finding(name="ports", ok=False, text="listens on no TCP port", fix="--listen /ip4/0.0.0.0/tcp/31330")
     )
-    reaches = await try_reach(transport, fencing, port) if port else []
-    out += reach_findings(reaches, port, relays=[a for a in own if "/p2p-circuit" in a])
+    reaches = await try_reach(transport, fencing.prober, port) if port else []
+    hosts = pipe_hosts(await board.peers(timeout_s=5.0), transport.peer_id)
+    out += reach_findings(reaches, port, relays=[a for a in own if "/p2p-circuit" in a], pipes=len(hosts))
     stand = fencing.stand
     if stand is None or not stand.leader:
         out.append(Finding(name="fence", ok=None, text="none yet; it shows within a minute: fusion-peer status"))
@@ -204,29 +207,21 @@ def _clock_finding(board: Board) -> Finding:
     )  # fmt: skip
 
 
-async def try_reach(transport: P2PTransport, fencing: Fencing, port: int) -> list[Reach]:
-    """What up to three connected peers find when they dial this one."""
-
-    async def one(peer: str) -> Reach | None:
-        try:
-            return await fencing.prober.reach(peer, port)
-        except DhtError:
-            return None
-
-    peers = list(await transport.connected())[: 2 * _ASKED]
-    found = await asyncio.gather(*map(one, peers))
-    return [r for r in found if r is not None][:_ASKED]
-
-
-def reach_findings(reaches: list[Reach], port: int, relays: list[str]) -> list[Finding]:
-    """In words; `relays`: this peer's addresses through relays."""
+def reach_findings(reaches: list[Reach], port: int, *, relays: list[str], pipes: int = 0) -> list[Finding]:
+    """In words; `relays`: this peer's addresses through relays, `pipes`: peers that carry tensors for others."""
     if not reaches:
         return [Finding(name="reachable", ok=None, text="no other peer is there to try")]
     seen = ", ".join(sorted({r.seen for r in reaches if r.seen})) or "unknown"
     first = Finding(name="seen at", ok=None, text=f"{seen} (by {len(reaches)} other peers)")
     if any(r.result == "open" for r in reaches):
         return [first, Finding(name="reachable", ok=True, text=f"yes: another peer dialled TCP {port}")]
-    through = f"; others come through {len(relays)} relays, for signalling only" if relays else "; it has no relay yet"
+    through = f"; {len(relays)} relays for signalling" if relays else "; it has no relay yet"
+    through += (
+        f", {pipes} peers offer pipes for tensors"
+        if pipes
+        else ". It trains with peers that can be dialled; with others like itself only through a public peer that "
+        "offers a pipe (fusion-peer join --relay-mbps 50), and none does here"
+    )
     results = ", ".join(sorted({r.result for r in reaches}))
     return [
         first,
@@ -243,10 +238,22 @@ def reach_word(findings: Iterable[Finding]) -> Literal["", "direct", "relay", "n
     found = next((f for f in findings if f.name == "reachable"), None)
     if found is None or found.ok is None:
         return ""
-    return "direct" if found.ok else "relay" if "relays" in found.text else "none"
+    return "direct" if found.ok else "relay" if "relays for" in found.text else "none"
 
 
 # --- the same key on two hosts
+
+
+def twin(peers: Iterable[PeerRecord], me: str, told: set[str], since: float, identity_path: Path) -> str:
+    """What to say if a record of this very peer, younger than this process (`since`, swarm time), names none of the
+    addresses that it published (`told`): only another process with the same key can have signed it. "" otherwise."""
+    for r in peers:
+        if r.peer == me and r.published > since + _TWIN_S and r.addresses and not told.intersection(r.addresses):
+            return (
+                f"another running peer uses this identity, {identity_path}, at {r.addresses[0]}: one key, one host; "
+                f"end one of the two and move its {identity_path.name} file away to get a new one"
+            )
+    return ""
 
 
 async def refuse_second_host(transport: P2PTransport, board: Board | None, identity_path: Path) -> None:

@@ -37,6 +37,10 @@ class SelfDial:
         return self._inner.peer_id
 
     @property
+    def folder(self) -> Path:
+        return self._folder
+
+    @property
     def control_address(self) -> str:
         return self._inner.control_address
 
@@ -64,10 +68,15 @@ class SelfDial:
         hosts = self._hosts.get(peer_id, ())
         if not hosts:
             return await self._inner.open_stream(peer_id, protocol, timeout_s=timeout_s)
-        if await self._direct(peer_id) or not protocol.startswith(_BULK):
+        if await self._direct(peer_id):
             with contextlib.suppress(PeerUnreachable):
                 return await self._inner.open_stream(peer_id, protocol, timeout_s=timeout_s / 2)
-        found = await through(self._folder, peer_id, protocol, hosts, timeout_s)
+        try:
+            found = await through(self._folder, peer_id, protocol, hosts, timeout_s)
+        except PeerUnreachable:
+            if protocol.startswith(_BULK):
+                raise
+            found = None
         return found or await self._inner.open_stream(peer_id, protocol, timeout_s=timeout_s)
 
     async def _direct(self, peer_id: str) -> bool:

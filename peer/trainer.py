@@ -70,6 +70,7 @@ class Trainer:
         options: TrainerOptions,
         initial: Callable[[StageProgram], bytes],
         sink: Sink,
+        own_addresses: Callable[[], tuple[str, ...]] = lambda: (),
     ) -> None:
         assembly = Assembly(
             transport,
@@ -80,6 +81,7 @@ class Trainer:
             on_fault=lambda peer, fault: self._hearing.fault(peer, fault),
             on_status=lambda peer, status: self._hearing.status(peer, status),
             channels=options.channels,
+            own_addresses=own_addresses,
         )
         self._live = Live(
             transport=transport,

@@ -91,7 +91,9 @@ class Assembly:
         on_fault: Callable[[str, StageFault], None],
         on_status: Callable[[str, StageStatus], None],
         channels: ChannelSettings,
+        own_addresses: Callable[[], tuple[str, ...]] = lambda: (),
     ) -> None:
+        self._own_addresses = own_addresses  # where volunteers reach the trainer
         self._transport, self._session, self._channels = transport, session, channels
         self._opdag, self._opdag_hash = dag.to_bytes(), dag.hash
         self._spawn, self._on_lost, self._on_fault, self._on_status = spawn, on_lost, on_fault, on_status
@@ -235,7 +237,7 @@ class Assembly:
             )
             for k, (p, accepted) in sorted(self._accepted.items())
         )
-        return (self.me, *stages)
+        return (msgspec.structs.replace(self.me, addresses=self._own_addresses()), *stages)
 
     async def connect(self, plan: Plan) -> list[HostLost]:
         """Tell every host where the others live; those that could not be told."""

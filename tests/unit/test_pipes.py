@@ -81,7 +81,7 @@ async def world(folder: Path, *, hosts: int = 1, public: bool = False) -> AsyncI
     caller, called = w.peers
     called.pipes.rest()
     assert await called.pipes.until_rested(5)
-    while len(called.pipes.addresses()) < hosts:
+    while len(called.pipes.addresses()) < hosts:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     for protocol in (BLOBS, CONTROL):
         await called.dial.serve(protocol, echo)

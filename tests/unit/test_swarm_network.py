@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from dht.fence_records import LinkFigure, LinksRecord
@@ -9,7 +10,8 @@ from dht.identity import Identity
 from dht.linkbook import LinkBook
 from dht.records import NO_FENCE, Device, PeerRecord
 from peer.offers import ASSUMED_BYTES_PER_S, network_of, sources
-from peer.swarm_network import LOOPBACK, RELAY_SHARE, links_of, offers_of
+from peer.pipes import circuit
+from peer.swarm_network import LOOPBACK, NO_WAY_BYTES_PER_S, RELAY_SHARE, links_of, offers_of
 from tests.dht_samples import CPU, peer_record
 
 CUDA = Device(
@@ -54,7 +56,7 @@ def test_measured_relayed_assumed_and_own_links() -> None:
         LinkFigure(peer=identities[2].public_key, rtt_us=40_000, up_kbps=8_000, relayed=True),
     )
     book = LinkBook(records, [LinksRecord(peer=a, fence=NO_FENCE, links=figures)])
-    known = links_of(book, (a, b, c))
+    known = links_of(book, records, {})
     rate = {(x.src, x.dst): x.bandwidth_bytes_per_s for x in known.links}
     assert rate[a, b] == 1e6 and rate[b, a] == 2e6
     assert rate[a, c] == RELAY_SHARE * 1e6
@@ -65,3 +67,31 @@ def test_measured_relayed_assumed_and_own_links() -> None:
     missing = [(x, y) for x in place for y in place if x != y and (x, y) not in rate]
     assert missing and all(net.bandwidth_bytes_per_s[place[x], place[y]] == ASSUMED_BYTES_PER_S for x, y in missing)
     assert f"{len(missing)} of 6 links are not measured yet" in sources(offers, known)[0]
+
+
+def test_a_link_between_hidden_peers_costs_what_its_pipe_costs() -> None:
+    identities, records = peers(4)
+    a, b, host, plain = (i.peer_id for i in identities)
+    by_way = (circuit(f"/ip4/203.0.113.7/tcp/1/p2p/{host}", b),)
+    hidden = [msgspec.structs.replace(r, reach="none") for r in records[:2]]
+    hidden[1] = msgspec.structs.replace(hidden[1], addresses=by_way)
+    records = [*hidden, *records[2:]]
+    legs = [
+        LinksRecord(
+            peer=p,
+            fence=NO_FENCE,
+            links=(LinkFigure(peer=identities[2].public_key, rtt_us=30_000, up_kbps=rate, down_kbps=rate),),
+        )
+        for p, rate in ((a, 80_000), (b, 8_000))
+    ]
+    book = LinkBook(records, legs)
+    known = {(x.src, x.dst): x for x in links_of(book, records, {host: 5e6}).links}
+    assert known[a, b].bandwidth_bytes_per_s == 1e6  # the slower leg
+    assert known[a, b].latency_s == pytest.approx(0.03)
+    assert known[a, host].bandwidth_bytes_per_s == 1e7  # no pipe: b or a dials
+    known = {(x.src, x.dst): x for x in links_of(book, records, {host: 1e6}).links}
+    assert known[a, b].bandwidth_bytes_per_s == RELAY_SHARE * 1e6  # what the host offers
+    assert known[b, a].bandwidth_bytes_per_s == NO_WAY_BYTES_PER_S  # a rests nowhere
+    known = {(x.src, x.dst): x for x in links_of(book, records, {}).links}
+    assert known[a, b].bandwidth_bytes_per_s == NO_WAY_BYTES_PER_S
+    assert plain not in {x for pair in known for x in pair}

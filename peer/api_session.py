@@ -95,10 +95,10 @@ async def open_session(
             host_addresses=p2p.LOOPBACK if loopback else p2p.ANY_ADDRESS,
             bootstrap=addresses,
         )
-        stack.push_async_callback(transport.close)
+        dial = SelfDial(transport, socket_path(transport.control_address).parent)
+        stack.push_async_callback(dial.close)
         board = await Board.start(transport)
         stack.push_async_callback(board.close)
-        dial = SelfDial(transport, socket_path(transport.control_address).parent)
         allowed = allow_peers
         if compute:
             own = await OwnDevice.start(addresses, public_bytes(owner).hex())

@@ -162,6 +162,14 @@ def _status_text(status: PeerStatus) -> str:
     if status.fence:
         leads = "led by this peer" if status.leader == status.peer else f"led by ..{status.leader[-8:]}"
         lines.append(f"  fence {status.fence}, {leads}")
+    if status.rests_at:
+        lines.append(f"  cannot be dialled; reached by way of {', '.join(status.rests_at)}")
+    elif status.reach in ("relay", "none"):
+        lines.append("  cannot be dialled, and no peer offers a pipe: fusion-peer doctor says what mends it")
+    if status.pipes or status.piped_bytes:
+        lines.append(f"  carries {status.pipes} pipes for others, {status.piped_bytes / 1e6:.1f} MB since it started")
+    if status.warning:
+        lines.append(f"  WARNING: {status.warning}")
     for d in status.devices:
         rate = f"{d.flops_per_s / 1e9:.0f} GFLOP/s, {d.memory_bytes_per_s / 1e9:.1f} GB/s" if d.flops_per_s else d.state
         lines.append(

@@ -32,6 +32,7 @@ from peer.executor_process import ExecutorProcess
 from peer.executor_protocol import Start
 from peer.local_control import Command, LocalControl, PeerStatus, StageView
 from peer.pipe_service import PipeService, reach_of
+from peer.pipes import hosts_of
 from peer.policy import LEASE_S, Policy, within_hours
 from peer.preflight import Finding
 from peer.protocol import CONTROL
@@ -43,7 +44,7 @@ from peer.volunteer import GRACE_S, Volunteer, minute_of_day
 log = logging.getLogger("peer.daemon")
 
 ROUND_S = 2.0
-REACH_S = 30.0
+REACH_S = 5.0  # between tries, while nobody is there to dial this peer
 LEAVE_S, STOP_S = 8.0, 3.0
 BLOB_AGE_S = 24 * 3600.0
 
@@ -124,6 +125,7 @@ class Daemon:
             bootstrap=o.bootstrap,
             download_bytes_per_s=caps.download_shares(o.download_bytes_per_s, o.relay_bytes_per_s, len(o.devices)),
         )
+        dial = SelfDial(transport, socket_path(transport.control_address).parent)
         try:
             self._addresses = await transport.addresses()
             self._p2pd_pid = lambda: transport.p2pd_pid
@@ -132,20 +134,18 @@ class Daemon:
             try:
                 if o.bootstrap:
                     await preflight.refuse_second_host(transport, board, o.home / "identity")
-                await self._serve(transport, board)
+                await self._serve(transport, dial, board)
             finally:
                 await board.close()
         finally:
-            await transport.close()
+            await dial.close()
 
-    async def _serve(self, transport: P2PTransport, board: Board) -> None:
+    async def _serve(self, transport: P2PTransport, dial: SelfDial, board: Board) -> None:
         o = self._options
         store = BlobStore(o.home / "blobs")
         _clear_old(o.home / "blobs")
         executors: dict[str, ExecutorProcess] = {}
         settings = ChannelSettings(beat_s=o.beat_s, dead_s=o.dead_s)
-        folder = socket_path(transport.control_address).parent
-        dial = SelfDial(transport, folder)
         self._volunteer = volunteer = Volunteer(
             transport.peer_id, o.home, o.policy, store, executors, lambda: self._publish(board),
             buddy=Buddy(dial, store, o.home, settings),
@@ -160,7 +160,7 @@ class Daemon:
             transport, board, dial, offer_bytes_per_s=o.relay_bytes_per_s,
             refuses=lambda: volunteer.policy.over_cap, changed=lambda: self._publish(board),
         )  # fmt: skip
-        local = LocalControl(folder / "local", o.home, transport.peer_id, lambda c: self._answer(c, board))
+        local = LocalControl(dial.folder / "local", o.home, transport.peer_id, lambda c: self._answer(c, board))
         await local.start()
         score = leader_score(bool(o.policy.hours), o.upload_bytes_per_s is not None)
         self._fencing = await Fencing.start(board, score=score, busy=lambda: bool(volunteer.stages))
@@ -329,7 +329,8 @@ class Daemon:
         return self.status()
 
     def status(self) -> PeerStatus:
-        v = self._volunteer
+        v, pipes = self._volunteer, self._pipes
+        host = None if pipes is None else pipes.host
         return PeerStatus(
             peer=v.peer_id, state=self._state(), addresses=self._addresses, name=self._options.name,
             uptime_s=time.monotonic() - self._started,
@@ -343,6 +344,8 @@ class Daemon:
                 for (run, stage), s in sorted(v.stages.items())
             ),
             peers=self._seen_peers, daemon_bytes=int(psutil.Process().memory_info().rss), hours=v.policy.hours,
+            reach=self._reach, warning=self._twin, rests_at=hosts_of(() if pipes is None else pipes.pipes.addresses()),
+            pipes=0 if host is None else host.pipes, piped_bytes=0 if host is None else host.carried.total(),
             runs=v.policy.owners, fence=self._stands()[0], leader=self._stands()[1],
         )  # fmt: skip
 

@@ -64,6 +64,11 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[str, ...] = ()
     fence: str = ""
     leader: str = ""
+    reach: str = ""  # direct, relay, none; "" while nobody has tried
+    rests_at: tuple[str, ...] = ()  # pipe hosts by way of which it is reached
+    pipes: int = 0  # that it carries for others now
+    piped_bytes: int = 0  # since its start
+    warning: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True):

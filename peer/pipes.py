@@ -52,7 +52,8 @@ OPEN_S = 5.0
 REVERSE_S = 3.0
 MAX_PROTOCOL = 200
 MAX_AT_ONCE = 32  # calls answered at a time
-DOOR = "pipe"
+FAREWELL_S = 1.0
+DOOR, CALL = "pipe", "call through a pipe"
 _FROM_HOST: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)
 _FAILURES = (OSError, EOFError, TimeoutError, TransportError, WireError, RuntimeError)
 
@@ -134,6 +135,11 @@ class Pipes:
         if self._server is not None:
             self._server.close()
             self._door.unlink(missing_ok=True)
+        if self._resting is not None:
+            self._resting.cancel()
+        calls = [t for t in self._tasks if t.get_name() == CALL]
+        if calls:  # what was written last, as a farewell, still passes
+            await asyncio.wait(calls, timeout=FAREWELL_S)
         tasks = [*self._tasks, *([self._resting] if self._resting is not None else [])]
         for task in tasks:
             task.cancel()
@@ -235,6 +241,7 @@ class Pipes:
         """A process of this peer wants a stream."""
         task = asyncio.current_task()
         if task is not None:
+            task.set_name(CALL)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         talk = MessageStream(reader, writer, _THROUGH, limit=MAX_MESSAGE)

@@ -1,0 +1,151 @@
+"""Peers behind NAT in network namespaces, MTU 1280, UDP blocked: they join, are seen as what they are, and train."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import plain
+from tests.netlab.network import Internet, unavailable
+from tests.netlab.train_once import MICRO, SAMPLES
+
+WHY_NOT = unavailable()
+pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it is")]
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+class Node:
+    """`fusion-peer join` in a namespace."""
+
+    def __init__(self, net: Internet, name: str, folder: Path, *arguments: str) -> None:
+        self.name, self.home, self._net = name, folder / name, net
+        self.home.mkdir()
+        lines, end = os.pipe()
+        self.log = self.home / "log.txt"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                net.command(
+                    name, sys.executable, "-m", "peer.cli_peer", "join", *arguments, "--home", str(self.home),
+                    "--listen", "/ip4/0.0.0.0/tcp/4001", "--threads", "1", "--memory", "1GiB", "--verbose",
+                    "--ready-fd", str(end),
+                ),
+                pass_fds=(end,), stdout=log, stderr=log, cwd=ROOT,
+            )  # fmt: skip
+        os.close(end)
+        self._ready = os.fdopen(lines)
+        line = self._ready.readline()
+        assert line, self.log.read_text()
+        self.peer: str = json.loads(line)["peer"]
+
+    def measured(self) -> None:
+        assert self._ready.readline(), self.log.read_text()
+
+    @property
+    def address(self) -> str:
+        return f"/ip4/{self._net.address(self.name)}/tcp/4001/p2p/{self.peer}"
+
+    def status(self) -> dict[str, Any]:
+        out = subprocess.run(
+            [sys.executable, "-m", "peer.cli_peer", "status", "--json", "--home", str(self.home)],
+            check=True, capture_output=True, text=True, cwd=ROOT, timeout=30,
+        )  # fmt: skip
+        return dict(json.loads(out.stdout))
+
+    def until(self, what: str, wanted: Any, timeout_s: float = 60.0) -> None:
+        """Its status says so."""
+        end = time.monotonic() + timeout_s
+        while (found := self.status()[what]) != wanted and len(found if isinstance(found, list) else []) != wanted:
+            assert time.monotonic() < end, f"{self.name}: {what} = {found!r}\n{self.log.read_text()}"
+            time.sleep(0.5)
+
+    def end(self, number: int = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+        self.process.wait(30)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.terminate()
+                self.process.wait(15)
+            self.process.kill()
+        self.process.wait()
+        self._ready.close()
+
+
+@contextlib.contextmanager
+def swarm(folder: Path) -> Iterator[dict[str, Node]]:
+    """Two public peers that offer pipes, two behind NAT."""
+    with Internet(("one", "two", "home1/nat", "home2/nat", "desk/nat"), mtu=1280, udp=False) as net:
+        nodes: dict[str, Node] = {}
+        try:
+            nodes["one"] = Node(net, "one", folder, "--relay-mbps", "200")
+            boot = [nodes["one"].address]
+            nodes["two"] = Node(net, "two", folder, *boot, "--relay-mbps", "200")
+            boot.append(nodes["two"].address)
+            for name in ("home1", "home2"):
+                nodes[name] = Node(net, name, folder, *boot)
+            nodes["one"].until("reach", "direct")
+            nodes["two"].until("reach", "direct")
+            yield nodes
+        finally:
+            for node in reversed(nodes.values()):
+                node.close()
+
+
+def reference(steps: int) -> list[float]:
+    import torch
+
+    model = plain.gpt2()
+    batches = plain.token_batches(steps, SAMPLES)
+    return plain.train(model, batches, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=MICRO)
+
+
+def test_peers_behind_nat_train_through_a_pipe_and_go_on_when_its_host_dies(tmp_path: Path) -> None:
+    with swarm(tmp_path) as nodes:
+        homes = [nodes["home1"], nodes["home2"]]
+        for home in homes:
+            home.until("rests_at", 2)
+            assert home.status()["reach"] in ("relay", "none")
+            home.measured()
+        net = homes[0]._net
+        trainer = subprocess.Popen(
+            net.command(
+                "desk", sys.executable, "-m", "tests.netlab.train_once", str(tmp_path / "run"), "4",
+                ",".join(h.peer for h in homes), nodes["one"].address, nodes["two"].address,
+            ),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**os.environ, "FUSION_HOME": str(tmp_path / "desk")},
+        )  # fmt: skip
+        assert trainer.stdin is not None and trainer.stdout is not None and trainer.stderr is not None
+        losses: list[float] = []
+        killed = ""
+        heard = []
+        for line in trainer.stdout:
+            said = json.loads(line)
+            heard.append(line)
+            if said["event"] == "ready":
+                assert sorted(said["hosts"]) == sorted(h.peer for h in homes)
+            if said["event"] == "step":
+                losses.append(said["loss"])
+                if len(losses) == 2:  # the host that carries most dies
+                    busiest = max((nodes["one"], nodes["two"]), key=lambda n: int(n.status()["piped_bytes"]))
+                    assert busiest.status()["pipes"] > 0 and busiest.status()["piped_bytes"] > 100_000
+                    killed = busiest.name
+                    busiest.end()
+            if said["event"] in ("ready", "step"):
+                trainer.stdin.write("\n")
+                trainer.stdin.flush()
+        assert trainer.wait(30) == 0, trainer.stderr.read() + "".join(heard)
+        assert losses == pytest.approx(reference(4), rel=1e-5)
+        other = nodes["two" if killed == "one" else "one"]
+        assert other.status()["piped_bytes"] > 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import BinaryIO
 
 import msgspec
@@ -22,6 +22,7 @@ from fusion_p2p.split import StageProgram
 
 PARAM, BUFFER, OPTIM, CODEC = "param/", "buffer/", "optim/", "codec/"
 _MAX_HEADER = 64 << 20
+_CHUNK_BYTES = 4 << 20
 _ST_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -82,6 +83,11 @@ def weights_blake2b(state: Mapping[str, torch.Tensor]) -> str:
 
 def to_bytes(snapshot: Mapping[str, torch.Tensor]) -> bytes:
     """The snapshot in the safetensors layout; equal snapshots give equal bytes."""
+    return b"".join(chunks(snapshot))
+
+
+def chunks(snapshot: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """The same, piece by piece: no second copy of the tensors is made."""
     table: dict[str, _Entry] = {}
     parts: list[memoryview] = []
     at = 0
@@ -91,7 +97,10 @@ def to_bytes(snapshot: Mapping[str, torch.Tensor]) -> bytes:
         table[key] = _Entry(_ST_NAMES[t.dtype], tuple(t.shape), (at, at := at + len(parts[-1])))
     head = msgspec.json.encode(table)
     head += b" " * (-len(head) % 8)
-    return b"".join([len(head).to_bytes(8, "little"), head, *parts])
+    yield len(head).to_bytes(8, "little") + head
+    for part in parts:
+        for start in range(0, len(part), _CHUNK_BYTES):
+            yield part[start : start + _CHUNK_BYTES]
 
 
 def digest(data: bytes) -> str:

@@ -369,16 +369,27 @@ class Run:
         o = self._opened()
         manifest = o.loop.call(o.session.trainer.save(position(o.source)))
         self._saved_step = manifest.step
-        if isinstance(o.source, SpooledSource):
-            oldest = o.folder.manifest(o.folder.sets()[0])
-            o.source.forget_before(msgspec.json.decode(oldest.data_state))
+        self._tidy_spool()
         return manifest.step
 
     def _save_if_due(self) -> None:
-        o = self._opened()
-        every = self._save_every and o.session.trainer.step - self._saved_step >= self._save_every
-        if every or o.session.trainer.sets.is_due:
+        """A set that comes about while training goes on; a change of plan waits for it."""
+        trainer = self._opened().session.trainer
+        every = self._save_every and trainer.step - self._saved_step >= self._save_every
+        if trainer.change_due:
             self.save()
+        elif every or trainer.sets.is_due:
+            o = self._opened()
+            if o.loop.call(trainer.mark(position(o.source))):
+                self._saved_step = trainer.step
+                self._tidy_spool()
+
+    def _tidy_spool(self) -> None:
+        """Forget the batches that no complete set needs."""
+        o = self._opened()
+        if isinstance(o.source, SpooledSource):
+            oldest = o.folder.manifest(o.folder.sets()[0])
+            o.source.forget_before(msgspec.json.decode(oldest.data_state))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Every persistent parameter and buffer as it is now, tied names too: loads with strict=True."""

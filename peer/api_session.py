@@ -131,7 +131,7 @@ async def open_session(
         await serve_blobs(
             dial,
             folder.blobs,
-            lambda peer, run, blob: run == spec.run and trainer.hosts_stage(peer),
+            lambda peer, run, blob: run == spec.run and trainer.may_fetch(peer, blob),
             limiter=Limiter(None),
             settings=ChannelSettings(),
         )

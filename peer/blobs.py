@@ -78,7 +78,7 @@ class BlobStore:
     def has(self, blob: str) -> bool:
         return self.path(blob).is_file()
 
-    def put(self, data: bytes | Iterable[bytes]) -> tuple[str, int]:
+    def put(self, data: bytes | Iterable[bytes | memoryview]) -> tuple[str, int]:
         """Keep these bytes; (hash, size). On a thread where `data` is large: it is hashed and fsynced here."""
         hasher, size = blob_hash(), 0
         part = self._folder / f".{secrets.token_hex(8)}.part"

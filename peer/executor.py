@@ -24,7 +24,7 @@ from dht.control import socket_path
 from dht.errors import DhtError
 from fusion_p2p.errors import FrameError, FusionError
 from fusion_p2p.frame import TRAINER
-from fusion_p2p.snapshot import to_bytes
+from fusion_p2p.snapshot import chunks
 from peer.blobs import BlobStore, fetch_blob
 from peer.channel_io import ChannelSettings, log_bytes
 from peer.control_io import MessageStream
@@ -54,6 +54,7 @@ from peer.protocol import (
     Drop,
     Endpoint,
     Mark,
+    Marked,
     Refused,
     Snapshotted,
     StageFault,
@@ -259,18 +260,17 @@ class Executor:
         def deliver(snapshot: Snapshot | Exception) -> None:
             self._loop.call_soon_threadsafe(lambda: self._spawn(self._store_snapshot(hosted, mark, snapshot)))
 
-        def note() -> None:
-            if len(hosted.marks) >= MAX_MARKS:
-                return deliver(ValueError(f"{MAX_MARKS} marks wait already: tick {mark.tick} is one too many"))
-            hosted.marks[mark.tick] = deliver
-
-        self._compute.call(note)
+        if len(hosted.marks) >= MAX_MARKS:
+            return deliver(ValueError(f"{MAX_MARKS} marks wait already: tick {mark.tick} is one too many"))
+        hosted.marks[mark.tick] = deliver  # at once, though the compute thread be busy: the tick opens after our answer
+        self._compute.wake()
+        self._spawn(self._say(Marked(run=mark.run, stage=mark.stage, tick=mark.tick)))
 
     async def _store_snapshot(self, hosted: Hosted, mark: Mark, snapshot: Snapshot | Exception) -> None:
         if isinstance(snapshot, Exception):
             return self._fault(hosted, "mark", str(snapshot))
         try:
-            blob, size = await asyncio.to_thread(lambda: self._store.put(to_bytes(snapshot)))
+            blob, size = await asyncio.to_thread(lambda: self._store.put(chunks(snapshot)))
         except OSError as error:
             return self._fault(hosted, "mark", f"its snapshot at tick {mark.tick} cannot be written: {error.strerror}")
         ref = BlobRef(blob, size, (self._transport.peer_id,))

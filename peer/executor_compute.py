@@ -35,7 +35,7 @@ class Hosted:
     def __init__(self, key: Key, stage: Stage, threads: int) -> None:
         self.key, self.stage, self.threads = key, stage, threads
         self.links: Links | None = None  # until they are there the stage only waits
-        self.marks: dict[int, Callable[[Snapshot | Exception], None]] = {}  # tick -> who wants the snapshot
+        self.marks: dict[int, Callable[[Snapshot | Exception], None]] = {}  # tick -> who wants it; the loop adds
         self.waiting_for = ""
         self.waiting_since = 0.0
         self.held_up_s = 0.0  # in all: its outbox was full
@@ -73,7 +73,7 @@ class Hosted:
 
     def _snapshot(self) -> None:
         """Serve the mark at this boundary. A mark of a tick that has begun already cannot be served."""
-        for tick in [t for t in self.marks if t <= self.stage.tick]:
+        for tick in [t for t in tuple(self.marks) if t <= self.stage.tick]:
             deliver = self.marks.pop(tick)
             if tick < self.stage.tick:
                 deliver(ValueError(f"the mark at tick {tick} came when the stage was at tick {self.stage.tick}"))

@@ -17,6 +17,7 @@ from peer.protocol import (
     Connect,
     Drop,
     Mark,
+    Marked,
     Refused,
     RunSpec,
     Snapshotted,
@@ -102,4 +103,4 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", kw_only=True):
     stages: tuple[tuple[str, int], ...] = ()
 
 
-FromExecutor = Ready | Beat | Accepted | Refused | Snapshotted | StageStatus | StageFault
+FromExecutor = Ready | Beat | Accepted | Refused | Marked | Snapshotted | StageStatus | StageFault

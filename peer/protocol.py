@@ -135,7 +135,7 @@ class Connect(msgspec.Struct, frozen=True, tag="connect", kw_only=True):
 
 
 class Mark(msgspec.Struct, frozen=True, tag="mark", kw_only=True):
-    """Snapshot at the boundary before `tick` (not yet released); answered by Snapshotted."""
+    """Snapshot at the boundary before `tick` (not yet released); answered by Marked at once, then by Snapshotted."""
 
     run: str
     stage: int
@@ -222,6 +222,14 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", kw_only=True):
     trial_backward_s: Seconds = 0.0
 
 
+class Marked(msgspec.Struct, frozen=True, tag="marked", kw_only=True):
+    """The mark is noted: the stage will not pass `tick` without its snapshot. Then the tick may be released."""
+
+    run: str
+    stage: int
+    tick: int
+
+
 class Snapshotted(msgspec.Struct, frozen=True, tag="snapshotted", kw_only=True):
     run: str
     stage: int
@@ -292,7 +300,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 ToVolunteer = Hello | StageOffer | Connect | Mark | Trim | Keep | Drop | Heartbeat
-ToTrainer = Welcome | Refused | Accepted | Snapshotted | Kept | StageStatus | StageFault | Heartbeat
+ToTrainer = Welcome | Refused | Accepted | Marked | Snapshotted | Kept | StageStatus | StageFault | Heartbeat
 
 
 def _plain(message: msgspec.Struct, *fields: str) -> None:

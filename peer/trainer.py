@@ -118,9 +118,14 @@ class Trainer:
         """Optimizer steps released so far, over all sessions of the run."""
         return self._live.step
 
-    def hosts_stage(self, peer: str) -> bool:
-        """Whether `peer` has, or is being offered, a stage: only such peers are served snapshots."""
-        return self._live.assembly.hosts_stage(peer)
+    @property
+    def change_due(self) -> bool:
+        """Whether the plan changes before the next tick, at a set that stands there."""
+        return self._live.change_due
+
+    def may_fetch(self, peer: str, blob: str) -> bool:
+        """Only hosts, those that are being offered a stage, and buddies asked to keep it are served a snapshot."""
+        return self._live.assembly.hosts_stage(peer) or self._live.keepers.get(blob) == peer
 
     # --- life
 
@@ -211,7 +216,7 @@ class Trainer:
         plan, offers = await live.assembly.assemble(live.atoms, offers, request, states, first_tick, self._refused)
         if resumed is None:
             await asyncio.to_thread(self._log, NumericLogEntry(0, plan.numerics, "the first plan"))
-            await asyncio.to_thread(live.folder.save_set, self._first_set(plan, data_state))
+            await asyncio.to_thread(lambda: live.folder.save_set(self._first_set(plan, data_state)))
         await self._install(plan, offers, live.folder.manifest())
         self._begin()
         return plan
@@ -313,6 +318,7 @@ class Trainer:
         there = {p.peer for p in plan.placement}
         live.leaving = {peer: why for peer, why in live.leaving.items() if peer in there}
         await note_hosts(live, plan)
+        await self.sets.remark(plan)
         now.links.update(live.assembly.endpoints(), plan.number)
         for lost in await live.assembly.connect(plan):
             live.lose(lost.peer, lost.reason)
@@ -383,6 +389,10 @@ class Trainer:
                 waiter = self._results.pop(result.tick)
                 if not waiter.done():
                     waiter.set_result(result)
+
+    async def mark(self, data_state: bytes) -> bool:
+        """See `SetKeeper.begin`."""
+        return await self._or_fail(self.sets.begin(data_state))
 
     async def save(self, data_state: bytes) -> Manifest:
         """See `SetKeeper.save`. A change of plan that is due happens here; then the set is of the new cuts."""

@@ -129,7 +129,8 @@ class Assembly:
             except InputError as error:
                 raise InputError(f"{error}{f' (after a refusal: {last})' if last else ''}") from None
             machine = {o.peer: o.machine or o.peer for o in offers}
-            refusals = await self.place(plan, range(plan.numerics.stages), states(plan), first_tick, machine)
+            held = await asyncio.to_thread(states, plan)  # may write and hash the model
+            refusals = await self.place(plan, range(plan.numerics.stages), held, first_tick, machine)
             if not refusals and not tried:
                 tried = True
                 told = self.trial_s()

@@ -26,12 +26,17 @@ class BuddyKeeper:
 
     def __init__(self, live: Live) -> None:
         self._live = live
+        self._told: tuple[str, ...] = ()
 
     async def spread(self, manifest: Manifest, hosts: dict[int, str]) -> None:
         """Ask a buddy per stage to keep its snapshot of this set; `hosts`: who made it."""
         live = self._live
         chosen = buddies(live.now.plan, live.assembly.linked)
-        readers = tuple({p.peer for p in live.now.plan.placement} | set(live.assembly.linked))
+        readers = tuple(sorted({p.peer for p in live.now.plan.placement} | set(live.assembly.linked)))
+        if self._told != readers:  # hosts serve those they were told of, and spares are greeted later
+            async with live.placing:
+                await live.assembly.connect(live.now.plan)
+            self._told = readers
 
         async def one(stage: int, ref: BlobRef, buddy: str) -> None:
             message = Keep(run=live.run, stage=stage, tick=manifest.tick, state=ref, readers=readers)
@@ -46,6 +51,7 @@ class BuddyKeeper:
                 live.kept.setdefault(ref.hash, []).append(buddy)
 
         asked = []
+        live.keepers = {e.hash: chosen[e.stage] for e in manifest.stages if e.stage in chosen}
         for entry in manifest.stages:
             if entry.stage in chosen:
                 holders = (live.transport.peer_id, *[hosts[entry.stage]] * (entry.stage in hosts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from peer.protocol import (
     Keep,
     Kept,
     Mark,
+    Marked,
     Refused,
     Signed,
     Snapshotted,
@@ -37,6 +38,7 @@ from peer.protocol import (
 OPEN_TIMEOUT_S = 20.0
 OFFER_TIMEOUT_S = 600.0  # a trial step of a large stage, its state fetched first; heartbeats go on meanwhile
 MARK_TIMEOUT_S = 600.0
+NOTED_S = 30.0  # an executor's loop answers, whatever its stages compute
 
 K = TypeVar("K")
 R = TypeVar("R")
@@ -78,6 +80,7 @@ class Host:
         self._stream: MessageStream[ToTrainer] | None = None
         self._offers: dict[int, asyncio.Future[Accepted]] = {}
         self._keeps: dict[tuple[int, int], asyncio.Future[Kept]] = {}
+        self._noted: dict[tuple[int, int], asyncio.Future[Marked]] = {}
         self._marks: dict[tuple[int, int], asyncio.Future[Snapshotted]] = {}
         self._gone: HostLost | None = None
 
@@ -123,10 +126,17 @@ class Host:
         """RefusedError with the volunteer's reason, HostLost if it is gone."""
         return await self._ask(self._offers, stage, offer, OFFER_TIMEOUT_S, f"its answer on stage {stage}")
 
-    async def mark(self, mark: Mark) -> Snapshotted:
-        """The snapshot at the boundary before `mark.tick`, once the stage is there."""
-        what = f"stage {mark.stage}'s snapshot at tick {mark.tick}"
-        return await self._ask(self._marks, (mark.stage, mark.tick), mark, MARK_TIMEOUT_S, what)
+    async def mark(self, mark: Mark) -> asyncio.Future[Snapshotted]:
+        """Once the mark is noted, so that its tick may be released: the snapshot to come, or HostLost."""
+        key, made = (mark.stage, mark.tick), asyncio.get_running_loop().create_future()
+        made.add_done_callback(lambda made: made.cancelled() or made.exception())  # seen, if nobody waits any more
+        self._marks[key] = made
+        try:
+            await self._ask(self._noted, key, mark, NOTED_S, f"stage {mark.stage}'s word on the mark at {mark.tick}")
+        except HostLost:
+            self._marks.pop(key, None)
+            raise
+        return made
 
     async def keep(self, keep: Keep) -> Kept:
         """Its answer, once the snapshot is there."""
@@ -135,8 +145,10 @@ class Host:
 
     def abandon(self, reason: str) -> None:
         """Nobody waits for this host's snapshots any more."""
-        for mark in self._marks.values():
-            _settle(mark, HostLost(self.peer, reason))
+        gone = HostLost(self.peer, reason)
+        for mark in (*self._marks.values(), *self._noted.values()):
+            _settle(mark, gone)
+        self._marks.clear()
 
     async def send(self, message: msgspec.Struct) -> None:
         """Connect, Trim or Drop. HostLost if it is gone."""
@@ -189,8 +201,10 @@ class Host:
                 case Refused(stage=stage) if stage in self._offers:
                     refusal = RefusedError(message.code, message.reason, needed=message.needed, cap=message.cap)
                     _settle(self._offers.get(stage), refusal)
+                case Marked(stage=stage, tick=tick):
+                    _settle(self._noted.get((stage, tick)), message)
                 case Snapshotted(stage=stage, tick=tick):
-                    _settle(self._marks.get((stage, tick)), message)
+                    _settle(self._marks.pop((stage, tick), None), message)
                 case Kept(stage=stage, tick=tick):
                     _settle(self._keeps.get((stage, tick)), message)
                 case StageFault():
@@ -215,14 +229,15 @@ class Host:
             self._gone = HostLost(self.peer, reason)
             for offer in self._offers.values():
                 _settle(offer, self._gone)
-            for mark in self._marks.values():
+            for mark in (*self._marks.values(), *self._noted.values()):
                 _settle(mark, self._gone)
+            self._marks.clear()
             for keep in self._keeps.values():
                 _settle(keep, self._gone)
         return self._gone
 
 
-def _settle(waiter: asyncio.Future[R] | None, outcome: R | Exception) -> None:
+def _settle(waiter: asyncio.Future[Any] | None, outcome: object) -> None:
     if waiter is None or waiter.done():
         return
     if isinstance(outcome, Exception):

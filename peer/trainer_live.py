@@ -79,10 +79,10 @@ class Live:
     """`whole` is set while every stage of the plan has a live host; `lost`: peer of the plan -> why it is gone.
     `early`: the same of hosts of the plan that is about to be in force. `excluded`: peer -> until when it gets none.
     `leaving`: hosts that serve until the next complete set and then hand over -> why; `may_stay`: those of them that
-    go on serving if nobody takes their stages. `kept`: hash of the newest set's snapshots -> buddies that have it.
-    `rates`: how fast devices are. `links`: as measured. `advice`: a change for the next set; `script`:
-    entries of the numeric log that are still to come. `placing` is held by whoever changes the plan; incarnations below
-    `fence` are of cuts that are over."""
+    go on serving if nobody takes their stages. `kept`: hash of the newest set's snapshots -> buddies that have it;
+    `keepers`: -> who has been asked to. `rates`: how fast devices are. `links`: as measured. `advice`: a change for the
+    next set; `script`: entries of the numeric log that are still to come. `placing` is held by whoever changes the
+    plan; incarnations below `fence` are of cuts that are over."""
 
     transport: Transport
     swarm: Swarm
@@ -102,6 +102,7 @@ class Live:
     leaving: dict[str, str] = field(default_factory=dict)
     may_stay: set[str] = field(default_factory=set)
     kept: dict[str, list[str]] = field(default_factory=dict)
+    keepers: dict[str, str] = field(default_factory=dict)
     placed: Placed | None = None
     rates: Rates = field(default_factory=Rates)
     links: SwarmLinks = field(default_factory=SwarmLinks)

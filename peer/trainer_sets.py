@@ -1,23 +1,28 @@
-"""Complete sets: every stage's snapshot at one mark, fetched, verified and recorded in the run folder (DESIGN 2)."""
+"""Complete sets: every stage's snapshot at one mark, fetched, verified and recorded in the run folder (DESIGN 2).
+
+A mark names a tick that is not released yet; once every host has noted it training goes on, and each stage copies its
+state as it passes. Writing, fetching and recording happen beside the training.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from fusion_p2p.errors import InputError
-from fusion_p2p.plan import Numerics, StagePlacement
+from fusion_p2p.plan import Numerics, Plan, StagePlacement
 from fusion_p2p.snapshot_check import SnapshotCheck
 from peer.blobs import fetch_blob
 from peer.errors import BlobError, DiskFull
 from peer.protocol import BlobRef, Mark, Snapshotted, Trim
 from peer.trainer_assembly import Spawn
 from peer.trainer_buddies import BuddyKeeper
-from peer.trainer_host import HostLost
+from peer.trainer_host import MARK_TIMEOUT_S, HostLost
 from peer.trainer_live import AFTER_LOSS_S, Live
 from peer.trainer_state import Manifest, StageFile
 
@@ -25,13 +30,24 @@ MAX_HELD_BYTES = 1 << 30  # of released batches that no complete set covers yet
 TRIES = 5
 
 
+@dataclass(slots=True)
+class _Marked:
+    """`manifest`: the set to be, still without its files. `made`: by stage, who was asked and what will come."""
+
+    manifest: Manifest
+    made: dict[int, tuple[StagePlacement, asyncio.Future[Snapshotted]]] = field(default_factory=dict)
+
+
 class SetKeeper:
-    """`turn` is held while ticks are released; a mark holds it, so that it names a tick not yet released."""
+    """`turn` is held while ticks are released; a mark holds it until all have noted it."""
 
     def __init__(self, live: Live, turn: asyncio.Lock, spawn: Spawn) -> None:
         self._live, self._turn, self._spawn = live, turn, spawn
         self._buddies = BuddyKeeper(live)
         self._saving = asyncio.Lock()
+        self._marking = asyncio.Lock()
+        self._marked: _Marked | None = None  # the set that is under way
+        self._failed = 0  # sets in a row that did not come about
 
     @property
     def is_due(self) -> bool:
@@ -41,37 +57,78 @@ class SetKeeper:
         return (
             bool(self._live.leaving)
             or self._live.change_due
+            or bool(self._failed)
             or bool(interval and ticks >= 2 * interval)
             or now.links.held_bytes() > MAX_HELD_BYTES
         )
 
+    async def begin(self, data_state: bytes) -> bool:
+        """Mark the next tick, where the data stands at `data_state`; the set comes about while training goes on.
+
+        False where a set is under way already: it is waited for only if what is kept grows out of bounds. BlobError
+        when TRIES sets in a row did not come about.
+        """
+        live = self._live
+        if self._saving.locked():
+            if live.now.links.held_bytes() > MAX_HELD_BYTES:
+                live.say("waiting", "for the set that is under way: more batches are held than a set may leave open")
+                async with self._saving:
+                    pass
+            return False
+        await self._saving.acquire()
+        try:
+            marked = await self._mark(data_state)
+        except BaseException:
+            self._saving.release()
+            raise
+        if marked is None:
+            self._saving.release()
+            self._let_go()
+        else:
+            self._spawn(self._beside(marked))
+        return True
+
+    async def _beside(self, marked: _Marked) -> None:
+        try:
+            await self._complete(marked)
+        finally:
+            self._saving.release()
+
     async def save(self, data_state: bytes) -> Manifest:
         """A complete set at the next tick, where the data stands at `data_state`; the newest if nothing came since.
 
-        Training goes on while the bytes travel. BlobError when every attempt failed.
+        BlobError when every attempt failed.
         """
         live = self._live
         async with self._saving:
-            for attempt in range(TRIES):
-                async with self._turn:
-                    tick = live.now.book.next_tick
-                    if live.now.newest.tick == tick:
-                        self._let_go()
-                        return live.now.newest
-                    plan = live.now.plan
-                    manifest = new_manifest(live, tick, plan.numerics, (), data_state)
-                    marks = await self._mark(tick)
-                try:
-                    await asyncio.gather(*(self._fetch(s, again=attempt > 0) for s in marks))
-                except DiskFull:
-                    raise
-                except BlobError as error:
-                    live.say("waiting", f"the set at step {manifest.step} could not be fetched, trying again: {error}")
-                    continue
-                files = tuple(StageFile(stage=s.stage, hash=s.state.hash, size=s.state.size) for s in marks)
-                await self._record(msgspec.structs.replace(manifest, stages=files))
-                return live.now.newest
-        raise BlobError(f"no set could be fetched in {TRIES} tries; the newest is of step {live.now.newest.step}")
+            while (marked := await self._mark(data_state)) is not None:
+                if await self._complete(marked):
+                    return live.now.newest
+            self._let_go()
+            return live.now.newest
+
+    async def _complete(self, marked: _Marked) -> bool:
+        """Whether the set came about. BlobError if TRIES in a row did not."""
+        live = self._live
+        try:
+            made = await self._all_made(marked)
+            await asyncio.gather(*(self._fetch(s, again=self._failed > 0) for s in made))
+        except DiskFull:
+            raise
+        except BlobError as error:
+            self._failed += 1
+            if self._failed >= TRIES:
+                why = f"no set could be fetched in {TRIES} tries; the newest is of step {live.now.newest.step}"
+                raise BlobError(f"{why} ({error})") from None
+            step = marked.manifest.step
+            live.say("waiting", f"the set at step {step} could not be fetched, trying again: {error}")
+            return False
+        finally:
+            self._marked = None
+        self._failed = 0
+        files = tuple(StageFile(stage=s.stage, hash=s.state.hash, size=s.state.size) for s in made)
+        await self._record(msgspec.structs.replace(marked.manifest, stages=files))
+        return True
 
     async def _record(self, manifest: Manifest) -> None:
         live = self._live
@@ -93,26 +150,68 @@ class SetKeeper:
         for peer, reason in list(self._live.leaving.items()):
             self._live.lose(peer, reason, moving=True)
 
-    async def _mark(self, tick: int) -> list[Snapshotted]:
-        """Every stage's snapshot at the boundary before `tick`, which is not released yet. Outlives repairs."""
+    async def _mark(self, data_state: bytes) -> _Marked | None:
+        """Every host has noted the mark at the next tick; None if the newest set stands there."""
         live = self._live
+        async with self._turn:
+            tick = live.now.book.next_tick
+            if live.now.newest.tick == tick:
+                return None
+            marked = _Marked(new_manifest(live, tick, live.now.plan.numerics, (), data_state))
+            self._marked = marked
+            try:
+                while len(marked.made) < live.now.plan.numerics.stages or not self._is_noted(marked):
+                    await live.whole.wait()
+                    await self._announce(marked, live.now.plan.placement)
+            except BaseException:
+                self._marked = None
+                raise
+            return marked
 
-        async def one(p: StagePlacement) -> Snapshotted:
-            made = await live.assembly.host(p.peer).mark(Mark(run=live.run, stage=p.stage, tick=tick))
-            state = msgspec.structs.replace(made.state, holders=(p.peer,))  # nobody else is asked on its word
-            return msgspec.structs.replace(made, state=state)
+    def _is_noted(self, marked: _Marked) -> bool:
+        """By those who host the stages now."""
+        return all(_same(marked.made[p.stage][0], p) for p in self._live.now.plan.placement)
 
+    async def remark(self, plan: Plan) -> None:
+        """Before a rebuilt stage may compute: it passes the tick of the mark again. `plan` is about to be in force."""
+        if self._marked is not None:
+            await self._announce(self._marked, plan.placement)
+
+    async def _announce(self, marked: _Marked, placement: Iterable[StagePlacement]) -> None:
+        """Tell those who have not been told; a host that is gone is reported as lost."""
+        live, tick = self._live, marked.manifest.tick
+
+        async def one(p: StagePlacement) -> None:
+            if p.stage in marked.made and _same(marked.made[p.stage][0], p):
+                return
+            try:
+                made = await live.assembly.host(p.peer).mark(Mark(run=live.run, stage=p.stage, tick=tick))
+            except HostLost as lost:
+                return live.lose(lost.peer, lost.reason)
+            marked.made[p.stage] = p, made
+
+        async with self._marking:
+            await asyncio.gather(*map(one, placement))
+
+    async def _all_made(self, marked: _Marked) -> list[Snapshotted]:
+        """Every stage's snapshot, in the order of stages; outlives repairs. BlobError if one will not come."""
+        live, tick = self._live, marked.manifest.tick
         while True:
-            await live.whole.wait()
-            answers = await asyncio.gather(*map(one, live.now.plan.placement), return_exceptions=True)
-            snapshots = [a for a in answers if isinstance(a, Snapshotted)]
-            if len(snapshots) == len(answers):
-                return snapshots
-            for error in answers:
-                if isinstance(error, HostLost):
+            waiting = dict(marked.made)
+            _, late = await asyncio.wait([f for _, f in waiting.values()], timeout=MARK_TIMEOUT_S)
+            if late:
+                stages = sorted(k for k, (_, f) in waiting.items() if f in late)
+                raise BlobError(f"no snapshot at tick {tick} from stages {stages} within {MARK_TIMEOUT_S:.0f} s")
+            errors = {k: f.exception() for k, (_, f) in waiting.items()}
+            for k, error in errors.items():
+                if isinstance(error, HostLost) and marked.made[k] is waiting[k]:  # not replaced meanwhile
                     live.lose(error.peer, error.reason)
-                elif isinstance(error, BaseException):
-                    raise error
+            await live.whole.wait()
+            if all(marked.made[k] is made for k, made in waiting.items()):
+                for k, error in errors.items():
+                    if error is not None:
+                        raise BlobError(f"stage {k} made no snapshot at tick {tick}: {error}")
+                return [_held_by(*waiting[k]) for k in sorted(waiting)]
 
     async def _fetch(self, made: Snapshotted, *, again: bool) -> None:
         """BlobError unless the bytes are here and can be the stage's snapshot.
@@ -144,6 +243,16 @@ class SetKeeper:
                 live.exclude(host, AFTER_LOSS_S)
                 live.lose(host, f"stage {made.stage}: {error}")
             raise
+
+
+def _same(a: StagePlacement, b: StagePlacement) -> bool:
+    return (a.peer, a.incarnation) == (b.peer, b.incarnation)
+
+
+def _held_by(p: StagePlacement, made: asyncio.Future[Snapshotted]) -> Snapshotted:
+    """What it made, to be had from that host: nobody else is asked on its word."""
+    answer = made.result()
+    return msgspec.structs.replace(answer, state=msgspec.structs.replace(answer.state, holders=(p.peer,)))
 
 
 def _check(check: SnapshotCheck, path: Path, ref: BlobRef) -> None:

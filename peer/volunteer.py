@@ -32,6 +32,7 @@ from peer.protocol import (
     Keep,
     Kept,
     Mark,
+    Marked,
     Refused,
     RunSpec,
     SessionCert,
@@ -254,6 +255,8 @@ class Volunteer:
                 if stage is not None and not stage.accepted:
                     self._forget((message.run, message.stage))
                     self._post(message.run, message)
+            case Marked():
+                self._post(message.run, message)
             case Snapshotted():
                 stage = self.stages.get((message.run, message.stage))
                 if stage is None:

@@ -33,6 +33,7 @@ from peer.protocol import (
     Held,
     Hello,
     Mark,
+    Marked,
     Refused,
     RunSpec,
     SessionCert,
@@ -125,6 +126,7 @@ class MiniVolunteer:
                 case Connect():
                     self.hosted[message.stage].links.update(message.endpoints, message.plan, epoch=epoch)
                 case Mark():
+                    await self._say(messages, Marked(run=spec.run, stage=message.stage, tick=message.tick))
                     marks.add(asyncio.create_task(self._mark(messages, message)))
                 case Trim():
                     self.hosted[message.stage].links.trim(message.tick)

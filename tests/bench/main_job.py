@@ -12,8 +12,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -21,12 +22,13 @@ import torch
 
 import fusion_p2p
 from peer.api import LocalSwarm, Run
-from tests.bench.rows import Row, arguments, at_least, progress, report
+from tests.bench.rows import Row, arguments, at_least, at_most, progress, report
+from tests.cluster.interrupted import PHASES, interrupt
 
 VOCAB, CONTEXT, LAYERS, WIDTH = 1024, 64, 6, 512
 MICRO_BATCH_SIZE = 4
 DISTURBED = 0.10  # of the machine, taken by others
-CASE_S = 75.0  # so that all of it ends within 5 minutes on a machine that others disturb, too
+CASE_S = 65.0  # so that all of it ends within 5 minutes on a machine that others disturb, too
 
 
 def model() -> torch.nn.Module:
@@ -148,17 +150,31 @@ def compare(case: str, peers: int, micro_batches: int, bound: float, *, turns: i
     return at_least(case, ratio, bound)
 
 
+def interrupts() -> Iterator[Row]:
+    """Ctrl-C in each phase of a trainer with two volunteers, which is also tested to leave nothing."""
+    for phase in PHASES:
+        with tempfile.TemporaryDirectory(prefix="fb-") as place:
+            yield at_most(f"Ctrl-C while {phase}", interrupt(Path(place), phase).seconds, 10, " s")
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    cases = [("1 volunteer over a plain loop", 1, 8, 0.90), ("2 volunteers, 8 micro-batches", 2, 8, 1.45)]
+    if not quick:
+        cases.insert(1, ("2 volunteers, 16 micro-batches", 2, 16, 1.6))
+    turns, steps, tries = (1, 2, 1) if quick else (5, 4, 3)
+    for case in cases:
+        yield compare(*case, turns=turns, steps=steps, tries=tries)
+    if not quick:
+        yield from interrupts()
+
+
 def main(args: list[str]) -> int:
-    options = arguments(__doc__ or "", "one turn of 2 steps; 16 micro-batches are left out").parse_args(args)
+    about = "one turn of 2 steps; 16 micro-batches and Ctrl-C are left out"
+    options = arguments(__doc__ or "", about).parse_args(args)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="fusion-bench-") as home:
         os.environ["FUSION_HOME"] = home
-        cases = [("1 volunteer over a plain loop", 1, 8, 0.90), ("2 volunteers, 8 micro-batches", 2, 8, 1.45)]
-        if not options.quick:
-            cases.insert(1, ("2 volunteers, 16 micro-batches", 2, 16, 1.6))
-        turns, steps, tries = (1, 2, 1) if options.quick else (5, 4, 3)
-        rows = (compare(*case, turns=turns, steps=steps, tries=tries) for case in cases)
-        return report(rows, options.json)
+        return report(rows(options.quick), options.json)
 
 
 if __name__ == "__main__":

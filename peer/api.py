@@ -29,7 +29,7 @@ from dht.home import home
 from fusion_p2p.adatopk import ladder_of
 from fusion_p2p.capture import Loss, feed
 from fusion_p2p.errors import InputError
-from fusion_p2p.plan import Numerics, Plan
+from fusion_p2p.plan import NumericLogEntry, Numerics, Plan
 from fusion_p2p.settings import OptimizerSpec
 from fusion_p2p.snapshot import from_bytes, weights, weights_blake2b
 from peer.api_loop import LoopThread
@@ -40,6 +40,8 @@ from peer.data_stream import SpooledSource, as_source, in_parts
 from peer.events import EvalResult, Happening, RunEvent, Sink, StepResult
 from peer.interrupts import SESSION_S, undisturbed
 from peer.lab.local_swarm import LocalSwarm
+from peer.numeric_log import REPLAY, check_fits
+from peer.numeric_log import read as read_log
 from peer.plan_hosts import check_planner
 from peer.report import Report, TrainSummary, summary
 from peer.run_checks import check_run
@@ -49,7 +51,7 @@ from peer.trainer import AHEAD, step_result
 from peer.trainer_adopt import Replay
 from peer.trainer_host import RunPaused
 from peer.trainer_live import GATHER_S, TrainerOptions
-from peer.trainer_state import RunFolder
+from peer.trainer_state import RunFolder, write_atomic
 from peer.trainer_ticks import TickResult
 
 __all__ = ["LocalSwarm", "Run", "RunPaused", "TrainSummary"]
@@ -70,8 +72,11 @@ class Run:
     links that would hold the pipeline up, and only as far as needed; "none"; "adatopk-paper" and "topk:100" are the
     published rules; a codec's name ("int8", "rotated:4/2", ...) holds for every cut.
     planner: "opfence"; "equal-layers:SEED", "equal-compute:SEED", "published:SEED" are what it is measured against.
-    numerics: "pinned" keeps the first plan's numerics to the end. dtype: "bfloat16" computes in it, weights stay
-    float32. device_class: stages go to "cpu" or "cuda" devices only; "auto": to what is faster in sum.
+    numerics: "pinned" keeps the first plan's numerics to the end; "adaptive" may change cuts and codecs at a complete
+    set where that pays, and says so in the numeric log. numeric_log: the numeric_log.jsonl of a run whose changes are
+    repeated at their steps, so that the weights are that run's (its cuts and codecs hold, not the planner's).
+    dtype: "bfloat16" computes in it, weights stay float32.
+    device_class: stages go to "cpu" or "cuda" devices only; "auto": to what is faster in sum.
     recompute: activations are computed again in the backward instead of kept; changes no bit.
     allow_peers: only these peer ids see the run. compute: this machine hosts stages too, where `swarm` is an address.
     save_every: steps between complete sets in run_dir (None: a temporary folder). recover_s: how long a lost stage may
@@ -107,6 +112,7 @@ class Run:
         save_every: int = SAVE_EVERY,
         recover_s: float = 60.0,
         total_steps: int = 0,
+        numeric_log: str | os.PathLike[str] | None = None,
         on: Sequence[Sink] = (),
     ) -> None:
         check_run(
@@ -145,6 +151,10 @@ class Run:
         self._swarm, self._stages, self._allow_peers, self._compute = swarm, stages, tuple(allow_peers), compute
         self._save_every, self._recover_s, self._total_steps = save_every, recover_s, total_steps
         self._resuming = False
+        self._adaptive = numerics == "adaptive"
+        self._given_log = None if numeric_log is None else Path(numeric_log)
+        if self._given_log is not None:
+            check_fits(read_log(self._given_log), self._numerics)
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._report = Report()
         self._sinks: tuple[Sink, ...] = (self._report, *on)
@@ -167,11 +177,15 @@ class Run:
         save_every: int = SAVE_EVERY,
         recover_s: float = 60.0,
         total_steps: int = 0,
+        numerics: str = "pinned",
+        stages: int | None = None,
+        compression: str = "adatopk",
         on: Sequence[Sink] = (),
     ) -> Self:
         """The run in `run_dir`, from its newest complete set on, with whatever volunteers there are now.
 
-        No model code is needed (`model` only for `export`): the folder holds the checked OP-DAG.
+        No model code is needed (`model` only for `export`): the folder holds the checked OP-DAG. What the numeric log
+        prescribes for later steps is done; `stages` and `compression` count where `numerics` is "adaptive".
         """
         run = cls(
             model,
@@ -183,6 +197,9 @@ class Run:
             save_every=save_every,
             recover_s=recover_s,
             total_steps=total_steps,
+            numerics=numerics,
+            stages=stages,
+            compression=compression,
             on=on,
         )
         run._resuming = True
@@ -252,7 +269,10 @@ class Run:
                 micro_batch_size=self._numerics.micro_batch_size,
             )
             self._created = folder
+            if self._given_log is not None:
+                write_atomic(root / REPLAY, self._given_log.read_bytes())
         self._phase("joining the swarm")
+        script = read_log(root / REPLAY) if (root / REPLAY).exists() else ()
         loop = LoopThread(f"run {self._name}")
         self._closing.callback(loop.stop)
         loop.start()
@@ -276,6 +296,8 @@ class Run:
                 gather_s=GATHER_S if swarm is None else swarm.gather_s,
                 recover_s=self._recover_s,
                 mark_interval=self._save_every,
+                adaptive=self._adaptive and not script,
+                script=script,
                 channels=channels_of(self._swarm),
             ),
             initial=begun.initial,
@@ -301,6 +323,10 @@ class Run:
     def plan(self) -> Plan:
         """The plan in force; `.explain()` says who hosts what and why."""
         return self._opened().session.trainer.plan
+
+    def numeric_log(self) -> list[NumericLogEntry]:
+        """The numerics that held so far and from which step on each, with the reason of each change."""
+        return [entry for _, entry in self._opened().folder.numeric_log()]
 
     @property
     def step(self) -> int:

@@ -55,6 +55,14 @@ ChaosOption = Annotated[
         "trains, and say whether the weights are those of an undisturbed run.",
     ),
 ]
+NumericLogOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="numeric_log.jsonl of another run of this configuration: its cuts and codecs, from the same steps on, so "
+        "that the weights are the same.",
+    ),
+]
 CheckpointOption = Annotated[
     Path | None, typer.Option(metavar="DIR", help="A step-… folder. Default: the run's newest checkpoint.")
 ]
@@ -71,6 +79,7 @@ def train(
     no_compute: NoCompute = False,
     run_dir: RunDir = None,
     chaos: ChaosOption = None,
+    numeric_log: NumericLogOption = None,
 ) -> None:
     """Start a run: share the model out, train it, save a checkpoint, show the curve and a sample."""
     from peer import config as configuration
@@ -79,7 +88,7 @@ def train(
     faults = _faults(settings, chaos)
     from peer import run_training  # torch comes with it: a bad configuration is answered before
 
-    _end(run_training.train(settings, run_dir=run_dir, report=report, faults=faults))
+    _end(run_training.train(settings, run_dir=run_dir, report=report, faults=faults, numeric_log=numeric_log))
 
 
 @app.command()

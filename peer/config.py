@@ -128,6 +128,13 @@ class OptimizerSection(Section, frozen=True):
 class NumericsSection(Section, frozen=True):
     """What changes bits: fixed when the run is created, recorded in its numeric log."""
 
+    mode: Annotated[
+        Literal["pinned", "adaptive"],
+        Meta(
+            description="pinned: one plan's cuts and codecs to the end, only hosts change; adaptive: cuts and codecs "
+            "change too where it pays, at a complete set, recorded in RUN/numeric_log.jsonl, which replays the run"
+        ),
+    ] = "pinned"
     stages: Annotated[
         int, Meta(description="stages to cut the model into; 0: as the planner finds best", ge=0, le=1024)
     ] = 0

@@ -31,7 +31,8 @@ BATCH_S = 20.0  # between looks at who has joined or left: a join by itself neve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """`plan` None: stay. Seconds: of a step now and then, as predicted; `reason` says why in a line."""
+    """`plan` None: stay. Seconds: of a step now and then, as predicted; 0: the step's time is not the reason.
+    `reason` says why in a line."""
 
     plan: Plan | None
     now_s: float = 0.0
@@ -67,23 +68,11 @@ def consider(
     return Advice(plan=other, now_s=d.current_step_s, then_s=d.new_step_s, reason=d.reason.removeprefix("switch: "))
 
 
-def still_pays(
-    plan: Plan,
-    trial_s: Mapping[int, float],
-    advice: Advice,
-    atoms: Sequence[Atom],
-    offers: Sequence[DeviceOffer],
-    request: PlanRequest,
-) -> str:
-    """Why `plan` brings too little now that these stages' trial steps (seconds a micro-batch) are known, or ""."""
-    if not trial_s:
+def still_pays(advice: Advice, then_s: float) -> str:
+    """Why the advice is not worth following now that its plan's steps are expected to take `then_s`, or ""."""
+    if advice.now_s <= 0 or then_s <= (1 - HYSTERESIS / 2) * advice.now_s:
         return ""
-    told = corrections(dict(enumerate(hosts(plan))), trial_s, prior_s(plan, atoms, offers, request))
-    offers = [replace(o, correction=max(o.correction, told.get((o.peer, o.device), 0.0))) for o in offers]
-    then_s = proposal_of(plan, atoms, offers, request).step_s
-    if then_s <= (1 - HYSTERESIS / 2) * advice.now_s:
-        return ""
-    return f"trial steps there predict {then_s:.3g} s a step instead of {advice.then_s:.3g} s"
+    return f"trial steps predict {then_s:.3g} s a step instead of {advice.then_s:.3g} s"
 
 
 def prior_s(plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> dict[int, float]:
@@ -110,6 +99,7 @@ class Adviser:
         self._asked_s = 0.0
         self._seen: frozenset[Key] = frozenset()
         self._links: object = None
+        self._news = False  # something is known now that the plan was not made with
         self._wanted = 0  # looks in a row that asked for a change
         self._rests, self._quiet_until = 0, 0
         self._promise: tuple[int, float] | None = None  # tick of the last change, step time that half its gain gives
@@ -136,23 +126,26 @@ class Adviser:
         placed = dict(enumerate(hosts(plan)))
         measured = {k: statistics.median(window) for k, window in self._seconds.items() if k in placed and window}
         news = self.rates.hear(corrections(placed, measured, prior_s))
+        news = self.rates.use(set(placed.values()), self._elapsed_s) or news
         self._settle()
         if self._elapsed_s - self._asked_s >= BATCH_S:
             there = names(offers)
             news = news or there != self._seen or links is not self._links
             self._seen, self._links, self._asked_s = there, links, self._elapsed_s
-        return (news or self._wanted > 0) and self._ticks >= self._quiet_until
+        self._news = self._news or news or self._wanted > 0
+        return self._news and self._ticks >= self._quiet_until
 
     def judge(self, advice: Advice) -> bool:
         """Whether to follow: the same wish, LOOKS times in a row."""
+        self._news = False
         self._wanted = self._wanted + 1 if advice.plan is not None else 0
         return self._wanted >= LOOKS
 
     def changed(self, advice: Advice | None) -> None:
         """Another plan is in force, by this advice or (None) for another reason."""
         self._wanted = 0
-        if advice is not None and self._step_s:
-            share = 1 - (1 - advice.then_s / advice.now_s) / 2 if advice.now_s > 0 else 1.0
+        if advice is not None and advice.now_s > 0 and self._step_s:
+            share = 1 - (1 - advice.then_s / advice.now_s) / 2
             self._promise = self._ticks, statistics.median(self._step_s) * share
             self._quiet_until = self._ticks + (REST_TICKS << self._rests)
         self._step_s.clear()

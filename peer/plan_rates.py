@@ -6,13 +6,16 @@ stages report of real steps, and stays with the device wherever its stages go.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fusion_p2p.planner import Link
 from peer.offers import DeviceOffer, SwarmLinks
 
 CLEAR = 1.25  # new over known, either way, from which a device's correction changes: noise of +-10% never does
+WRONG = 1.5  # of a trial step over the record's promise, either way, from which the trial step is believed
+FORGET_S = 300.0  # until a device that has no stage is given another chance; doubled with each one
+MOST_DOUBLED = 2
 CLEAR_LINK = 1.5  # the same for a link's rate; probes of a used link vary more
 Key = tuple[str, str]  # peer, device
 
@@ -23,12 +26,33 @@ class Rates:
     def __init__(self) -> None:
         self._known: dict[Key, float] = {}
         self.real: set[Key] = set()  # devices of which real steps were seen: no trial step knows better
+        self._idle_since_s: dict[Key, float] = {}
+        self._chances: dict[Key, int] = {}
 
     def take(self, offers: Iterable[DeviceOffer]) -> None:
         """What trial steps said: it counts as it is."""
         for o in offers:
             if o.correction != 1.0 and (o.peer, o.device) not in self.real:
                 self._known[o.peer, o.device] = o.correction
+
+    def hear_trials(self, told: Mapping[Key, float]) -> None:
+        """Corrections that trial steps show, of devices that real steps have not shown yet."""
+        self._known |= {k: c for k, c in told.items() if k not in self.real and not within(c, 1.0, WRONG)}
+
+    def use(self, used: Collection[Key], now_s: float) -> bool:
+        """Only these have stages now. Whether another device was given a new chance: what slowed it may be over."""
+        for key in used:
+            self._idle_since_s.pop(key, None)
+        chances = []
+        for key in self._known.keys() - set(used):
+            since_s = self._idle_since_s.setdefault(key, now_s)
+            if now_s - since_s >= FORGET_S * 2 ** min(self._chances.get(key, 0), MOST_DOUBLED):
+                chances.append(key)
+        for key in chances:
+            self._chances[key] = self._chances.get(key, 0) + 1
+            del self._known[key], self._idle_since_s[key]
+            self.real.discard(key)
+        return bool(chances)
 
     def hear(self, measured: Mapping[Key, float]) -> bool:
         """Corrections that real steps show; whether any is clearly another than what was known."""

@@ -25,7 +25,7 @@ _WHOLE = {
     "save_every": (0, MAX_STEPS),
     "total_steps": (0, MAX_STEPS),
 }
-_CHOICES = {"dtype": DTYPES, "device_class": DEVICE_CLASSES, "numerics": ("pinned",)}
+_CHOICES = {"dtype": DTYPES, "device_class": DEVICE_CLASSES, "numerics": ("pinned", "adaptive")}
 
 
 def check_run(

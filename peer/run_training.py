@@ -23,7 +23,7 @@ from dht.addresses import check_swarm_address
 from dht.errors import SwarmUnreachable
 from dht.home import last_swarm
 from fusion_p2p.errors import InputError
-from fusion_p2p.plan import Numerics
+from fusion_p2p.plan import NumericLogEntry
 from peer import checkpoint as checkpoints
 from peer.api import SAVE_EVERY, LocalSwarm, Run, RunPaused
 from peer.config import Config
@@ -37,6 +37,7 @@ from peer.export import load_weights, sample_text
 from peer.lab.chaos import Chaos, Fault
 from peer.lab.undisturbed import undisturbed_weights
 from peer.models import build_model, context_of
+from peer.numeric_log import read as read_log
 from peer.plot import curve
 from peer.run_control import ControlServer, TrainerLock
 from peer.run_index import CONFIG, folder_for, load_config
@@ -56,15 +57,19 @@ def train(
     report: Path | None,
     origin: Path | None = None,
     faults: Sequence[Fault] | None = None,
+    numeric_log: Path | None = None,
 ) -> int:
     """Start a run, from the weights of checkpoint `origin` if given; the exit code. Raises InputError.
 
-    `faults` befall its local swarm; then the exit code is 1 unless the weights are those of an undisturbed run.
+    `numeric_log`: of a run whose changes of cuts and codecs are repeated. `faults` befall its local swarm; then the
+    exit code is 1 unless the weights are those of an undisturbed run.
 
     A run that cannot begin leaves nothing behind.
     """
     folder = folder_for(config, str(run_dir) if run_dir else None)
     _check_report(report)
+    if numeric_log is not None:
+        read_log(numeric_log)
     swarm = choose_swarm(config)
     is_new = not os.path.lexists(folder)
     RunFolder(folder).make()
@@ -77,7 +82,7 @@ def train(
             RunFolder(folder).forget_start()
             (folder / TOKENIZER_FILE).unlink(missing_ok=True)
             write_atomic(folder / CONFIG, dump(_anchored(config)).encode("utf-8"))
-            session = _Session(config, folder, swarm, report)
+            session = _Session(config, folder, swarm, report, numeric_log)
             if faults is not None and isinstance(swarm, LocalSwarm):
                 session.chaos = Chaos(swarm, faults, told=partial(session.tell, "chaos"))
             return session.run(origin)
@@ -146,15 +151,23 @@ class _Paused(Exception):
 class _Session:
     """One trainer process on one run folder."""
 
-    def __init__(self, config: Config, folder: Path, swarm: SwarmChoice, report_file: Path | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        swarm: SwarmChoice,
+        report_file: Path | None,
+        numeric_log: Path | None = None,
+    ) -> None:
         self._config, self._folder, self._swarm, self._report_file = config, folder, swarm, report_file
+        self._numeric_log = numeric_log
         self._deadline_s = time.monotonic() + 60 * config.run.minutes if config.run.minutes else None
         self._held_out: tuple[int, float] | None = None  # after so many steps, this loss
         self._asked = ""  # "pause" or "stop", heard on the control socket
         self._last: StepResult | None = None
         self.chaos: Chaos | None = None
         self._sinks: tuple[Sink, ...] = ()
-        self._trained: tuple[Numerics, str] | None = None  # under chaos: with what, and the weights' hash
+        self._trained: tuple[list[NumericLogEntry], str] | None = None  # under chaos: with what, and the weights' hash
 
     def run(self, origin: Path | None, *, resuming: bool = False) -> int:
         logging.getLogger("torch").setLevel(logging.ERROR)  # a refused model is one line of ours
@@ -213,7 +226,7 @@ class _Session:
             with self._open(data, model, [*sinks, view]) as run:
                 self._loop(run, data)
                 if self.chaos is not None:
-                    self._trained = run.plan().numerics, run.report()["weights_blake2b"]
+                    self._trained = run.numeric_log(), run.report()["weights_blake2b"]
                 if self._asked == "pause":
                     raise _Paused(run.save())
                 self._evaluate(run, data)
@@ -233,6 +246,9 @@ class _Session:
             "compute": c.swarm.compute,
             "save_every": min(SAVE_EVERY, c.checkpoint.save_every or SAVE_EVERY),  # a lost stage goes back to a set
             "total_steps": c.run.steps,
+            "numerics": c.numerics.mode,
+            "stages": c.numerics.stages or None,
+            "compression": c.numerics.compression,
             "on": sinks,
         }
         if model is None:
@@ -244,14 +260,13 @@ class _Session:
             optimizer=c.optimizer_spec(),
             micro_batches=c.batch.micro_batches,
             micro_batch_size=c.batch.micro_batch_size,
-            stages=c.numerics.stages or None,
-            compression=c.numerics.compression,
             seed=c.run.seed,
             run_dir=self._folder,
             dtype=c.numerics.dtype,
             recompute=c.numerics.recompute,
             device_class=c.numerics.device_class,
             threads=c.numerics.threads,
+            numeric_log=self._numeric_log,
             **common,
         )
 
@@ -301,19 +316,22 @@ class _Session:
         for sink in self._sinks:
             sink(RunEvent(kind=kind, text=line, time_s=time.time(), step=self._last.step if self._last else 0))
 
-    def _compare(self, origin: Path | None, numerics: Numerics, found: str) -> int:
+    def _compare(self, origin: Path | None, log: Sequence[NumericLogEntry], found: str) -> int:
         """Train the same without faults in this process; 1 if the weights differ."""
         data = open_data(self._config, self._folder, context_of(self._config))
         steps = self._last.step + 1 if self._last is not None else 0
         expected = undisturbed_weights(
             self._model(data, origin),
             as_source(data.train, self._folder / "undisturbed"),
-            numerics=numerics,
+            numerics=log[0].numerics,
+            log=log,
             optimizer=self._config.optimizer_spec(),
             steps=steps,
             seed=self._config.run.seed,
         )
         befell = len({f.step for f, _ in self.chaos.struck}) if self.chaos is not None else 0
+        if len(log) > 1:
+            print(f"chaos: cuts or codecs changed at steps {', '.join(str(e.first_step) for e in log[1:])}")
         print(f"chaos: {befell} faults in {steps} steps; weights_blake2b {found}")
         print(f"chaos: undisturbed {expected}: {'equal' if found == expected else 'NOT EQUAL'}")
         return 0 if found == expected else 1

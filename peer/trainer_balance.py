@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from peer.plan_change import Advice, Adviser, consider, prior_s
+from peer.plan_hosts import OPFENCE
 from peer.trainer_live import Live
 from peer.trainer_ticks import TickResult
 
@@ -27,6 +28,8 @@ class Balance:
     def tick(self, result: TickResult) -> None:
         """One more tick's reports."""
         live, count = self._live, len(result.header.sizes)
+        if live.options.planner != OPFENCE:
+            return  # a baseline's plan stands, so that it can be measured
         seconds = {k: (r.forward_s + r.backward_s) / count for k, r in result.reports.items()}
         look = self._adviser.tick(live.now.plan, seconds, result.time_s)
         undisturbed = not (live.lost or live.leaving or live.advice or live.script or live.placing.locked())

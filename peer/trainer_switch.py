@@ -18,8 +18,9 @@ from fusion_p2p.plan import NumericLogEntry, Numerics, Plan
 from fusion_p2p.snapshot import from_bytes, redistribute, to_bytes
 from fusion_p2p.split import split
 from peer.offers import DeviceOffer
-from peer.placement import recovery_group, relocated
-from peer.plan_change import Advice, hosts, still_pays
+from peer.placement import proposal_of, recovery_group, relocated
+from peer.plan_change import Advice, hosts, prior_s, still_pays
+from peer.plan_rates import corrections
 from peer.signing import sign
 from peer.trainer_assembly import MAX_PLANS, Refusal
 from peer.trainer_host import RunPaused
@@ -68,18 +69,21 @@ class Switch:
         if due:
             live.script = [e for e in live.script if e.first_step > live.step]
             if due[-1].numerics != live.now.plan.numerics:
-                await self._recut(due[-1].numerics, f"as the numeric log says: {due[-1].reason}", must=True)
+                await self._recut(due[-1].numerics, f"as the numeric log says: {due[-1].reason}", None)
             return None
         if advice is None or advice.plan is None:
             return None
         if advice.plan.numerics == live.now.plan.numerics:
             return advice if await self._move(advice, advice.plan) else None
-        return advice if await self._recut(advice.plan.numerics, advice.reason, must=False) else None
+        return advice if await self._recut(advice.plan.numerics, advice.reason, advice) else None
 
     # --- other cuts or codecs
 
-    async def _recut(self, numerics: Numerics, reason: str, *, must: bool) -> bool:
-        """Everybody begins anew at the set, under `numerics`. False if nobody could, and the old plan goes on."""
+    async def _recut(self, numerics: Numerics, reason: str, advice: Advice | None) -> bool:
+        """Everybody begins anew at the set, under `numerics`; without `advice` it must be so.
+
+        False if nobody would, or trial steps say that it does not pay: the old plan goes on.
+        """
         live, old = self._live, self._live.now
         live.say("phase", f"changing cuts or codecs at step {live.step}: {reason}")
         manifest = await asyncio.to_thread(self._deal, old.newest, numerics)
@@ -87,23 +91,27 @@ class Switch:
         await live.assembly.clear("the cuts change")
         try:
             plan, offers = await self._assemble(numerics, manifest, old.number + 1)
+            why = await self._second_thoughts(advice, plan) if advice is not None else ""
         except InputError as error:
-            if must:
-                raise RunPaused(
-                    f"paused: the numeric log changes cuts at step {live.step}, and {error}; "
-                    f"continue with: fusion-run resume {live.folder.root}"
-                ) from None
-            live.say("plan", f"the plan stays: {error}")
+            why = str(error)
+        if why and advice is None:
+            raise RunPaused(
+                f"paused: the numeric log changes cuts at step {live.step}, and {why}; "
+                f"continue with: fusion-run resume {live.folder.root}"
+            )
+        if why:
+            live.say("plan", f"the plan stays: {why}")
+            await live.assembly.clear("the plan stays")
             plan, offers = await self._assemble(old.plan.numerics, old.newest, old.number + 1 + MAX_PLANS)
             await self._install(plan, offers, old.newest)
             return False
-        why = f"from step {live.step}: {reason}"
-        plan = msgspec.structs.replace(plan, reasons=(*plan.reasons, why))
+        told = f"from step {live.step}: {reason}"
+        plan = msgspec.structs.replace(plan, reasons=(*plan.reasons, told))
         await asyncio.to_thread(live.folder.save_set, manifest)
         entry = NumericLogEntry(live.step, plan.numerics, reason)
         await asyncio.to_thread(live.folder.append_numerics, sign(entry, live.session.owner_key))
         await self._install(plan, offers, manifest)
-        live.say("plan", f"plan {plan.number}, {plan.numerics.stages} stages, {why}")
+        live.say("plan", f"plan {plan.number}, {plan.numerics.stages} stages, {told}")
         return True
 
     def _deal(self, manifest: Manifest, numerics: Numerics) -> Manifest:
@@ -138,7 +146,7 @@ class Switch:
         for refusal in refusals:
             self._refused(refusal)
             live.exclude(refusal.placement.peer, AFTER_REFUSAL_S)
-        why = refusals[0].reason if refusals else self._second_thoughts(advice, plan)
+        why = refusals[0].reason if refusals else await self._second_thoughts(advice, plan)
         if why:
             live.say("plan", f"the plan stays: {why}")
             back = relocated(here, here, group, number=now.number + 1, reason="")
@@ -161,8 +169,14 @@ class Switch:
             if before.host(k).peer != after.host(k).peer:
                 await self._live.assembly.drop(before.host(k).peer, (k,), "moved")
 
-    def _second_thoughts(self, advice: Advice, plan: Plan) -> str:
-        """What the trial steps of hosts that were not known yet say: why the move does not pay, or ""."""
+    async def _second_thoughts(self, advice: Advice, plan: Plan) -> str:
+        """What the trial steps of hosts that were not known yet say: why the change does not pay, or ""."""
         live = self._live
+        offers, request = live.devices(), live.request
         new = {k: s for k, s in live.assembly.trial_s().items() if hosts(plan)[k] not in live.rates.real}
-        return still_pays(plan, new, advice, live.atoms, live.devices(), live.request)
+        if not new:
+            return ""
+        prior = await asyncio.to_thread(prior_s, plan, live.atoms, offers, request)
+        live.rates.hear_trials(corrections(dict(enumerate(hosts(plan))), new, prior))
+        then = await asyncio.to_thread(proposal_of, plan, live.atoms, live.devices(), request)
+        return still_pays(advice, then.step_s)

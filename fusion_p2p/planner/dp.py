@@ -11,7 +11,7 @@ is kept per position, so a step costs (groups x positions), not (devices x posit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -53,35 +53,52 @@ def groups_of(costs: Costs) -> Ints:
 
 
 @dataclass(frozen=True, eq=False)
+class Early:
+    """Stages start..stop (positions) that fit although one that begins later does not, by row b * D + d: those of row r
+    are begin[r] .. begin[r + 1] - 1."""
+
+    begin: Ints
+    start: Ints
+    stop: Ints
+
+
+@dataclass(frozen=True, eq=False)
 class Tables:
     """Everything the sweep looks up. Positions are a subset `at` of 0..n (first 0, last n), m of them.
 
-    hop_s[b, e, g, u] (class-wise): seconds that a hop adds to a round trip, INF where not allowed; u numbers the
-    distinct cut sizes. lo[ki][ko][b, d, q]: first position from which every stage of device d ending at q fits;
-    early[ki][ko][b, d, q] <= lo: some between the two may fit, because codec time varies with the cut (None: none).
+    hop_s[u, b, e, g] (class-wise): seconds that a hop adds to a round trip, INF where not allowed; u numbers the
+    distinct cut sizes. spans[ki][ko][.., b, d, q]: where `_sparse` has the least over all first positions from which
+    every stage of device d ending at q fits; early[ki][ko]: those before them, which fit because codec time varies
+    with the cut (None: none).
     """
 
     at: Ints
     thresholds: Floats
     work_s: Floats  # (D, m)
     group: Ints
-    member: Ints  # one device of each group
     size_of: Ints  # (m,) distinct size number
-    hop_s: tuple[Floats, ...]  # per class: (B, G, G, U), from group g to group e, indexed [b, e, g, u]
+    hop_s: tuple[Floats, ...]  # per class: (U, B, G, G), from group g to group e, indexed [u, b, e, g]
     codec_s: Floats  # (K, m) seconds each end pays for a hop of class k at a position
-    lo: tuple[tuple[Ints, ...], ...]
-    spans: tuple[tuple[tuple[Ints, Ints], ...], ...]  # lo as places in `_sparse`
-    early: tuple[tuple[Ints | None, ...], ...]
+    levels: int  # of `_sparse`
+    spans: tuple[tuple[tuple[Ints, Ints], ...], ...]
+    early: tuple[tuple[Early | None, ...], ...]
     lo_hard: Ints  # (D, m): memory
     classes: tuple[int, ...]  # classes that any hop uses
 
 
 def build(
-    costs: Costs, thresholds: Floats, at: Ints | None = None, group: Ints | None = None, *, relaxed: bool = False
+    costs: Costs,
+    thresholds: Floats,
+    at: Ints | None = None,
+    group: Ints | None = None,
+    *,
+    relaxed: bool = False,
+    devices: Iterable[int] | None = None,
 ) -> Tables:
     """Tables for these thresholds (seconds), over the positions `at` (all allowed ones by default).
 
     `relaxed`: every hop is charged the dearest codec's time in its stages (one class: faster, for screening).
+    `devices`: those that sweeps will ask for (default all).
     """
     if at is None:
         at = np.flatnonzero(costs.cut_allowed)
@@ -96,14 +113,14 @@ def build(
     codec[:, [0, -1]] = 0.0  # no hop at the ends
     if relaxed:
         codec, class_of = codec[-1:], np.zeros_like(class_of)
-    count = int(group.max()) + 1
-    member = np.array([int(np.flatnonzero(group == g)[0]) for g in range(count)], dtype=np.int64)
-    hop = _hops(costs, thresholds, sizes, len(codec), class_of, group, member)
+    hop = _hops(costs, thresholds, sizes, len(codec), class_of, group)
     classes = tuple(k for k in range(len(codec)) if np.isfinite(hop[k]).any())
     hard = _memory_lo(costs, at)
-    lo, early = _windows(work, codec, thresholds, hard, classes)
-    spans = tuple(tuple(_spans(x, len(at)) for x in row) for row in lo)
-    return Tables(at, thresholds, work, group, member, size_of, hop, codec, lo, spans, early, hard, classes)
+    used = range(len(work)) if devices is None else sorted(devices)
+    lo, early = _windows(work, codec, thresholds, hard, classes, used)
+    levels = _levels((x for row in lo for x in row), len(at))
+    spans = tuple(tuple(_spans(x, levels) for x in row) for row in lo)
+    return Tables(at, thresholds, work, group, size_of, hop, codec, levels, spans, early, hard, classes)
 
 
 def _pair_matrix(a: Floats, group: Ints, member: Ints) -> Floats:
@@ -116,8 +133,9 @@ def _pair_matrix(a: Floats, group: Ints, member: Ints) -> Floats:
 
 
 def _hops(
-    costs: Costs, thresholds: Floats, sizes: Floats, class_count: int, class_of: Ints, group: Ints, member: Ints
+    costs: Costs, thresholds: Floats, sizes: Floats, class_count: int, class_of: Ints, group: Ints
 ) -> tuple[Floats, ...]:
+    member = np.unique(group, return_index=True)[1]  # one device of each group
     slow = _pair_matrix(costs.slow_s_per_byte, group, member)
     both = _pair_matrix(costs.both_s_per_byte, group, member)
     lat = _pair_matrix(costs.both_latency_s, group, member)
@@ -138,7 +156,7 @@ def _hops(
         for k in range(class_count):
             mine = ok & (class_of[rung] == k)
             out[k][b][mine] = seconds[mine]
-    return tuple(np.ascontiguousarray(np.swapaxes(o, 1, 2)) for o in out)
+    return tuple(np.ascontiguousarray(o.transpose(3, 0, 2, 1)) for o in out)
 
 
 def _memory_lo(costs: Costs, at: Ints) -> Ints:
@@ -149,36 +167,54 @@ def _memory_lo(costs: Costs, at: Ints) -> Ints:
 
 
 def _windows(
-    work: Floats, codec: Floats, thresholds: Floats, hard: Ints, classes: Sequence[int]
-) -> tuple[tuple[tuple[Ints, ...], ...], tuple[tuple[Ints | None, ...], ...]]:
-    """lo and early per (class in, class out); see Tables."""
+    work: Floats, codec: Floats, thresholds: Floats, hard: Ints, classes: Sequence[int], devices: Iterable[int]
+) -> tuple[tuple[tuple[Ints, ...], ...], tuple[tuple[Early | None, ...], ...]]:
+    """Per (class in, class out): lo[b, d, q], the first position from which every stage fits, and those before."""
     d, m = work.shape
     k_all = len(codec)
     lo: list[tuple[Ints, ...]] = []
-    early: list[tuple[Ints | None, ...]] = []
+    early: list[tuple[Early | None, ...]] = []
     for ki in range(k_all):
         row: list[Ints] = []
-        row_early: list[Ints | None] = []
+        row_early: list[Early | None] = []
         for ko in range(k_all):
             if not {ki, ko} <= ({0} | set(classes)):
-                row.append(np.zeros((1, 1, m), dtype=np.int64))
+                row.append(np.broadcast_to(np.arange(m), (1, 1, m)))  # never looked up: nothing fits
                 row_early.append(None)
                 continue
             key = work - codec[ki]
             sure = np.minimum.accumulate(key[:, ::-1], axis=1)[:, ::-1]  # nondecreasing: all later ones are larger
             may = np.maximum.accumulate(key, axis=1)
-            need = (work + codec[ko])[None] - (thresholds * SLACK)[:, None, None]
-            first = np.empty((len(thresholds), d, m), dtype=np.int64)
-            some = np.empty_like(first) if codec[ki].any() else None
-            for i in range(d):
-                first[:, i] = np.searchsorted(sure[i], need[:, i].ravel(), side="left").reshape(-1, m)
+            first = np.full((len(thresholds), d, m), m, dtype=np.int64)
+            some = first.copy() if codec[ki].any() else None
+            for i in devices:
+                need = ((work[i] + codec[ko])[None] - (thresholds * SLACK)[:, None]).ravel()
+                first[:, i] = np.searchsorted(sure[i], need, side="left").reshape(-1, m)
                 if some is not None:
-                    some[:, i] = np.searchsorted(may[i], need[:, i].ravel(), side="left").reshape(-1, m)
+                    some[:, i] = np.searchsorted(may[i], need, side="left").reshape(-1, m)
             row.append(np.maximum(first, hard[None]))
-            row_early.append(None if some is None else np.maximum(some, hard[None]))
+            row_early.append(
+                None if some is None else _early(np.maximum(some, hard), row[-1], key, work + codec[ko], thresholds)
+            )
         lo.append(tuple(row))
         early.append(tuple(row_early))
     return tuple(lo), tuple(early)
+
+
+def _early(some: Ints, lo: Ints, begins: Floats, ends: Floats, thresholds: Floats) -> Early:
+    """From `some` to `lo` (B, D, m), those that fit: ends[d, q] - begins[d, p] at most the threshold."""
+    m = lo.shape[-1]
+    count = np.maximum(np.minimum(lo, np.arange(m)) - some, 0)
+    b, d, q = np.nonzero(count)
+    count = count[b, d, q]
+    first = np.cumsum(count) - count
+    of = np.repeat(np.arange(len(count)), count)
+    p = np.arange(len(of)) + (some[b, d, q] - first)[of]
+    need = ends[d, q] - thresholds[b] * SLACK
+    fits = begins[d[of], p] >= need[of]
+    p, of = p[fits], of[fits]
+    begin = np.searchsorted((b * lo.shape[1] + d)[of], np.arange(lo.shape[0] * lo.shape[1] + 1))
+    return Early(begin, p, q[of])
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +225,7 @@ class Found:
     tables: Tables
     orders: Ints
     thresholds_of: Ints
-    states: list[list[Floats]]  # per step, per class in `classes`+0: (A, m)
+    states: list[list[Floats]]  # per step, per class in `classes`+0: (m, A)
     skip: bool
 
     def chain(self, a: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -197,46 +233,51 @@ class Found:
 
 
 def sweep(t: Tables, orders: Ints, thresholds_of: Ints, *, skip: bool = True) -> Found:
-    """Run every pair (orders[a], thresholds[thresholds_of[a]]). `skip` False: every device of the order is used."""
+    """Run every pair (orders[a], thresholds[thresholds_of[a]]). `skip` False: every device of the order is used.
+
+    Pairs lie along the last axis, so that every numpy call runs over long rows.
+    """
     a_count, steps = orders.shape
     m = len(t.at)
     ks = sorted({0} | set(t.classes))
-    slot, seen = _slots(t.group[orders])
-    groups = np.zeros((a_count, int(slot.max()) + 1), dtype=np.int64)
-    rows = np.arange(a_count)
-    groups[rows[:, None], slot] = t.group[orders]
-    # best_of[k][a, slot] holds positions sorted by cut size, so that a hop's seconds are one number per slice.
-    best_of = {k: np.full((a_count, groups.shape[1], m), INF) for k in t.classes}
+    slot, seen = _slots(t.group[orders]) if skip else (np.zeros_like(orders), [1] * steps)
+    groups = np.zeros((seen[-1], a_count), dtype=np.int64)  # by slot; without skipping, that of the device before
+    pairs = np.arange(a_count)
+    # best_of[k][slot] holds positions sorted by cut size, so that a hop's seconds are one number per slice.
+    best_of = {k: np.full((seen[-1], m, a_count), INF) for k in t.classes}
     sort = np.argsort(t.size_of, kind="stable")
     unsort = np.argsort(sort)
     ends = np.searchsorted(t.size_of[sort], np.arange(t.size_of.max() + 2))
     by_size = [(u, slice(int(a), int(b))) for u, (a, b) in enumerate(pairwise(ends))]
+    room, entered = np.empty((seen[-1], int(np.diff(ends).max()), a_count)), np.empty((m, a_count))
     states: list[list[Floats]] = []
     done = np.full(a_count, INF)
     for s in range(steps):
         dev = orders[:, s]
         grp = t.group[dev]
-        enter = {k: np.full((a_count, m), INF) for k in {0, *t.classes}}
+        enter = {0: np.full((m, a_count), INF)}
         if s:
             n = seen[s - 1]
             for k in t.classes:
-                hop = t.hop_s[k][thresholds_of[:, None], grp[:, None], groups[:, :n]]  # (A, n, U)
-                entered = np.empty((a_count, m))
+                hop = t.hop_s[k][:, thresholds_of, grp, groups[:n]]  # (U, n, A)
                 for u, part in by_size:
-                    np.min(best_of[k][:, :n, part] + hop[:, :, u, None], axis=1, out=entered[:, part])
-                enter[k] = entered[:, unsort]
+                    sums = np.add(best_of[k][:n, part], hop[u][:, None, :], out=room[:n, : part.stop - part.start])
+                    np.minimum.reduce(sums, axis=0, out=entered[part])
+                enter[k] = entered[unsort]
         if skip or s == 0:
-            enter[0][:, 0] = 0.0
+            enter[0][0] = 0.0
         out = advance(t, enter, dev, thresholds_of)
         states.append([out[k] for k in ks])
+        groups[slot[:, s], pairs] = grp
         for k in t.classes:
-            now = out[k][:, sort]
+            now = out[k][sort]
             if skip:
-                now = np.minimum(best_of[k][rows, slot[:, s]], now)
+                here = slot[:, s]
+                now = np.minimum(best_of[k][here, :, pairs].T, now)
+                best_of[k][here, :, pairs] = now.T
             else:
-                best_of[k].fill(INF)
-            best_of[k][rows, slot[:, s]] = now
-        done = np.minimum(done, out[0][:, -1]) if skip else out[0][:, -1]
+                best_of[k][0] = now
+        done = np.minimum(done, out[0][-1]) if skip else out[0][-1]
     return Found(done, t, orders, thresholds_of, states, skip)
 
 
@@ -251,70 +292,69 @@ def _slots(group: Ints) -> tuple[Ints, list[int]]:
 
 
 def advance(t: Tables, enter: dict[int, Floats], dev: Ints, thresholds_of: Ints) -> dict[int, Floats]:
-    """Place a stage of dev[a] after entering at every position: enter[k] (A, m) by hop class -> F[k] (A, m)."""
-    work = t.work_s[dev]
+    """Place a stage of dev[a] after entering at every position: enter[k] (m, A) by hop class -> F[k] (m, A)."""
+    work = np.ascontiguousarray(t.work_s[dev].T)
     out: dict[int, Floats] = {}
-    rows = np.arange(len(work))[:, None]
-    tables = {ki: _sparse(g - work) for ki, g in enter.items()}
+    pairs = np.arange(len(dev))
+    tables = {ki: _sparse(g - work, t.levels) for ki, g in enter.items()}
+    flat = {ki: table.ravel() for ki, table in tables.items()}
     for ko in sorted({0, *t.classes}):
         total = np.full(work.shape, INF)
         for ki, table in tables.items():
-            first, second = t.spans[ki][ko]
-            f: Floats = np.minimum(table[rows, first[thresholds_of, dev]], table[rows, second[thresholds_of, dev]])
-            _add_early(t, ki, ko, table, f, thresholds_of, dev)
+            first, second = (np.ascontiguousarray(x[thresholds_of, dev].T) * len(dev) + pairs for x in t.spans[ki][ko])
+            f: Floats = np.minimum(flat[ki].take(first), flat[ki].take(second))
+            if (early := t.early[ki][ko]) is not None:
+                _add_early(early, table, f, thresholds_of * len(t.work_s) + dev)
             np.minimum(total, f, out=total)
         out[ko] = total + work
     return out
 
 
-def _spans(lo: Ints, m: int) -> tuple[Ints, Ints]:
-    """Two places in a row of `_sparse` whose lesser entry is the minimum over [lo[..., q], q); INF's if empty."""
+def _spans(lo: Ints, levels: int) -> tuple[Ints, Ints]:
+    """Two places in `_sparse` (as level * m + position) whose lesser entry is the minimum over [lo[..., q], q);
+    INF's if empty."""
+    m = lo.shape[-1]
     q = np.arange(m)
     span = q - lo
-    level = np.frexp(np.maximum(span, 1).astype(np.float64))[1].astype(np.int64) - 1  # floor of the binary logarithm
+    floor_log2 = np.array([max(x, 1).bit_length() - 1 for x in range(m + 1)])
+    level = floor_log2[np.maximum(span, 0)]
     first = level * m + np.minimum(lo, m - 1)
     second = level * m + np.maximum(q - (1 << level), 0)
     empty = span <= 0
-    first[empty] = second[empty] = _levels(m) * m
+    first[empty] = second[empty] = levels * m
     return first, second
 
 
-def _levels(m: int) -> int:
-    return max(1, m.bit_length())
+def _levels(lo: Iterable[Ints], m: int) -> int:
+    """How many levels of `_sparse` the widest window looks up."""
+    return max(1, *(int((np.arange(m) - x).max()).bit_length() for x in lo))
 
 
-def _sparse(v: Floats) -> Floats:
-    """(A, levels * m + 1): per row the minima of every run of 1, 2, 4, ... entries, then INF."""
-    a, m = v.shape
-    out = np.full((a, _levels(m) * m + 1), INF)
-    out[:, :m] = v
+def _sparse(v: Floats, levels: int) -> Floats:
+    """(levels * m + 1, A) of (m, A): the minima of every run of 1, 2, 4, ... positions, then INF."""
+    m, a = v.shape
+    out = np.empty((levels * m + 1, a))
+    out[-1] = INF
+    out[:m] = v
     width = 1
-    for level in range(1, _levels(m)):
-        before = out[:, (level - 1) * m : level * m]
-        here = out[:, level * m : (level + 1) * m]
-        if width < m:
-            np.minimum(before[:, : m - width], before[:, width:], out=here[:, : m - width])
+    for level in range(1, levels):
+        before = out[(level - 1) * m : level * m]
+        here = out[level * m : (level + 1) * m]
+        np.minimum(before[: m - width], before[width:], out=here[: m - width])
+        here[m - width :] = INF  # no run that long begins there
         width *= 2
     return out
 
 
-def _add_early(t: Tables, ki: int, ko: int, v: Floats, f: Floats, thresholds_of: Ints, dev: Ints) -> None:
-    """Positions below lo that fit although a later one does not; in place into f."""
-    early = t.early[ki][ko]
-    if early is None:
-        return
-    top = np.minimum(t.lo[ki][ko][thresholds_of, dev], np.arange(f.shape[1]))
-    count = top - early[thresholds_of, dev]
-    a, q = np.nonzero(count > 0)
-    count, top = count[a, q], top[a, q]
-    d = dev[a]
-    need = t.work_s[d, q] + t.codec_s[ko, q] - t.thresholds[thresholds_of[a]] * SLACK
-    for back in range(1, int(count.max(initial=0)) + 1):
-        on = count >= back
-        a, q, d, need, count, top = a[on], q[on], d[on], need[on], count[on], top[on]
-        p = top - back
-        ok = t.work_s[d, p] - t.codec_s[ki, p] >= need
-        f[a[ok], q[ok]] = np.minimum(f[a[ok], q[ok]], v[a[ok], p[ok]])
+def _add_early(early: Early, v: Floats, f: Floats, row_of: Ints) -> None:
+    """Stages that `early` names for the rows `row_of` (A,), one per pair; in place into f. v, f: (m, A), contiguous."""
+    begin, count = early.begin[row_of], early.begin[row_of + 1] - early.begin[row_of]
+    total = int(count.sum())
+    if total:
+        at = np.arange(total) + np.repeat(begin - (np.cumsum(count) - count), count)
+        pair = np.repeat(np.arange(len(row_of)), count)
+        width = len(row_of)
+        np.minimum.at(f.ravel(), early.stop[at] * width + pair, v.ravel()[early.start[at] * width + pair])
 
 
 def _walk_back(found: Found, a: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -322,7 +362,7 @@ def _walk_back(found: Found, a: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     t, b = found.tables, int(found.thresholds_of[a])
     ks = sorted({0} | set(t.classes))
     order = found.orders[a]
-    path = {k: np.array([state[i][a] for state in found.states]) for i, k in enumerate(ks)}  # (step, position)
+    path = {k: np.array([state[i][:, a] for state in found.states]) for i, k in enumerate(ks)}  # (step, position)
     limit = float(t.thresholds[b]) * SLACK * (1 + 1e-12)
     s = int(path[0][:, -1].argmin()) if found.skip else len(order) - 1
     q, ko = len(t.at) - 1, 0
@@ -338,7 +378,7 @@ def _walk_back(found: Found, a: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         nearest = np.arange(s - 1, -1 if found.skip else s - 2, -1)
         best = (INF, s, q, ko)
         for k in t.classes:
-            hop = t.hop_s[k][b, t.group[d], t.group[order[nearest]]][:, t.size_of[:q]]
+            hop = t.hop_s[k][:, b, t.group[d], t.group[order[nearest]]].T[:, t.size_of[:q]]
             v = path[k][nearest, :q] + hop + np.where(fits & (spent + t.codec_s[k, :q] <= limit), work, INF)
             at = int(v.argmin())
             if v.flat[at] < best[0]:

@@ -106,7 +106,7 @@ def _solve(costs: Costs, devices: Sequence[int], at: Ints, thresholds: Floats) -
         dev = np.repeat(np.array([devices[e] for _, e in pairs]), b)
         of = np.tile(np.arange(b), len(pairs))
         enter = _enter(t, devices, pairs, levels[-1] if levels else None, b, m)
-        out = {k: v.reshape(len(pairs), b, m) for k, v in dp.advance(t, enter, dev, of).items()}
+        out = {k: v.T.reshape(len(pairs), b, m) for k, v in dp.advance(t, enter, dev, of).items()}
         levels.append(_Level({p: i for i, p in enumerate(pairs)}, out))
         last = out[0][:, :, -1]
         for j in np.flatnonzero(last.min(axis=0) < best).tolist():
@@ -142,9 +142,9 @@ def _enter(
                 if rest >> d & 1:
                     j = before.index[rest, d]
                     for k in t.classes:
-                        hop = t.hop_s[k][:, devices[e], devices[d]][:, t.size_of]
+                        hop = t.hop_s[k][:, :, devices[e], devices[d]].T[:, t.size_of]
                         np.minimum(enter[k][i], before.values[k][j] + hop, out=enter[k][i])
-    return {k: v.reshape(-1, m) for k, v in enter.items()}
+    return {k: np.ascontiguousarray(v.reshape(-1, m).T) for k, v in enter.items()}
 
 
 def _order(t: Tables, devices: Sequence[int], levels: list[_Level], end: tuple[int, int, int], j: int) -> list[int]:
@@ -161,7 +161,7 @@ def _order(t: Tables, devices: Sequence[int], levels: list[_Level], end: tuple[i
         for d in range(len(devices)):
             if rest >> d & 1:
                 for k in t.classes:
-                    hop = t.hop_s[k][j, dev, devices[d]][t.size_of[:q]]
+                    hop = t.hop_s[k][:, j, dev, devices[d]][t.size_of[:q]]
                     v = before.values[k][before.index[rest, d], j, :q] + hop + work
                     fits = work + t.codec_s[k, :q] + t.codec_s[ko, q] <= limit
                     v = np.where(fits & (np.arange(q) >= t.lo_hard[dev, q]), v, INF)

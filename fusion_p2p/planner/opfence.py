@@ -10,13 +10,16 @@ import numpy as np
 from fusion_p2p.errors import InputError
 from fusion_p2p.planner import bound, dp, exact, orders
 from fusion_p2p.planner.bound import Component
-from fusion_p2p.planner.costs import Chain, Costs, Score
+from fusion_p2p.planner.costs import INF, Chain, Costs, Score
 from fusion_p2p.planner.dp import Ints
 from fusion_p2p.planner.fences import Fences, find_fences
 from fusion_p2p.planner.workload import Floats
 
-MOST_DEVICES = 64  # considered for one chain where skipping is allowed; longer chains pay in latency
+LEAST_DEVICES, MOST_DEVICES = 28, 64  # considered for one chain that may skip; longer chains pay in latency
 SCREEN_POSITIONS = 144
+FASTEST = 8  # devices that are always considered
+SPARE = 12  # devices that no chain found so far uses, kept in orders that are looked at closely
+SCREENED = 8  # orders whose chains are scored after screening
 LOCAL_ORDERS = 24  # neighbour orders of one round of local search
 DOUBT, RISK = 1.5, 1 / 3  # links may be this many times slower than measured; the weight of that case
 SPREAD = np.array([1.02, 1.2, 1.45, 1.8, 2.4, 3.5])  # first thresholds, in units of the bound's bottleneck
@@ -48,7 +51,8 @@ def search(costs: Costs, *, skip: bool, local_rounds: int, pinned: tuple[int, ..
         raise InputError("no peer offers memory for a stage; ask volunteers to raise their memory cap")
     fences = find_fences(costs.net, costs.w.typical_cut_bytes() * costs.ladder.rungs[-1].byte_share)
     usable = np.flatnonzero(costs.room_bytes > 0).tolist()
-    limits = [len(usable)] if not skip else sorted({min(len(usable), n) for n in (MOST_DEVICES, 160, len(usable))})
+    first = min(MOST_DEVICES, max(LEAST_DEVICES, *(2 * c.count for c in comps[:2])))
+    limits = [len(usable)] if not skip else sorted({min(len(usable), n) for n in (first, 160, len(usable))})
     for limit in limits:
         keep = sorted(_promising(costs, comps, usable, limit))
         inner = Search(costs.subset(keep), _among(fences, keep), comps[0].bottleneck_s, skip, local_rounds, pinned)
@@ -59,13 +63,14 @@ def search(costs: Costs, *, skip: bool, local_rounds: int, pinned: tuple[int, ..
 
 
 def _promising(costs: Costs, comps: list[Component], usable: list[int], limit: int) -> set[int]:
-    """Devices of the best neighbourhoods and of the components with the least bounds, then the roomiest."""
+    """Devices of the best neighbourhoods and components, and the fastest of all; then the roomiest."""
     if limit >= len(usable):
         return set(usable)
     keep: dict[int, None] = {}
     sets = [c.members[: c.count + max(2, c.count // 3)] for c in comps[:2]]
     near = bound.neighbourhoods(costs, comps[0].bottleneck_s)
-    for chosen in [*near[:1], *sets[:1], *near[1:], *sets[1:]]:
+    fastest = np.argsort(np.where(costs.room_bytes > 0, costs.work_s[:, -1], np.inf), kind="stable")[:FASTEST]
+    for chosen in [*near[:1], *sets[:1], fastest, *near[1:], *sets[1:]]:
         for d in chosen.tolist():
             keep.setdefault(d)
             if len(keep) >= limit:
@@ -119,8 +124,8 @@ class Search:
             small = exact.best_of_all_orders(costs, devices, self._allowed())
             ok = small is not None and small[1].fits
             return [Best(*small, small[0].hosts, small[1].bottleneck_s)] if small is not None and ok else []
-        self.group = dp.groups_of(costs)
         trip, _ = bound.cheapest_hop(costs)
+        self.group = dp.groups_of(costs)
         candidates = orders.candidate_orders(self.fences, trip, costs.work_s[:, -1])
         if not self.skip:  # both ends of the model lie on given devices: the direction matters
             candidates = orders.distinct(o for c in candidates for o in (c, c[::-1]))
@@ -128,7 +133,7 @@ class Search:
         found = self._screen(candidates, self._thinned(at))
         if not found:
             return []
-        found = [self._polish(b) for b in self._refine(found[: self.finalists], at)]
+        found = [self._polish(b) for b in self._refine(self._short(found[:2]), at)]
         found.sort(key=_rank)
         if self.local_rounds:
             found = self._local(found)
@@ -137,8 +142,8 @@ class Search:
 
     def _hedged(self, found: list[Best], at: Ints) -> list[Best]:
         """Chains along the best orders that would be best if every link were DOUBT times slower than measured."""
-        order = orders.distinct(b.order for b in found[:2])
         thresholds = found[0].threshold_s * np.geomspace(0.95, 1.2, 7)
+        order = orders.distinct(b.order for b in found[:2])
         return [self._polish(b) for b in self._best_of(order, thresholds, at, doubt=DOUBT)[:2]]
 
     def _allowed(self) -> Ints:
@@ -163,21 +168,39 @@ class Search:
         return found
 
     def _best_of(
-        self, candidates: list[orders.Order], thresholds: Floats, at: Ints, *, relaxed: bool = False, doubt: float = 1.0
+        self,
+        candidates: list[orders.Order],
+        thresholds: Floats,
+        at: Ints,
+        *,
+        relaxed: bool = False,
+        doubt: float = 1.0,
+        beat_s: float = INF,
     ) -> list[Best]:
-        """The best chains of the best few orders over all thresholds (one sweep), best first."""
+        """The best chains of the best few orders over their thresholds (one sweep), best first.
+
+        thresholds: (b,) for every order, or (orders, b). Those at which no chain beats `beat_s` are not tried.
+        """
         costs = self.costs if doubt == 1.0 else self.costs.with_slower_links(doubt)
-        t = dp.build(costs, thresholds, at, self.group, relaxed=relaxed)
-        n, b = len(candidates), len(thresholds)
-        f = dp.sweep(t, np.repeat(np.array(candidates), b, axis=0), np.tile(np.arange(b), n), skip=self.skip)
-        value = (f.round_trip_s + (self.costs.m - 1) * np.tile(thresholds, n)).reshape(n, b)
+        grid = np.broadcast_to(thresholds, (len(candidates), thresholds.shape[-1]))
+        paced = (costs.m - 1) * grid
+        i, j = np.nonzero(paced + float(costs.work_s[:, -1].min()) < beat_s)
+        if not len(i):
+            return []
+        every, of = np.unique(grid[i, j], return_inverse=True)
+        asked = {d for order in candidates for d in order}
+        t = dp.build(costs, every, at, self.group, relaxed=relaxed, devices=asked)
+        f = dp.sweep(t, np.array(candidates)[i], of, skip=self.skip)
+        value = np.full(grid.shape, INF)
+        value[i, j] = f.round_trip_s + paced[i, j]
+        limit = np.sort(value.min(axis=1))[min(len(candidates), SCREENED if relaxed else 4) - 1]
         out = []
-        limit = np.sort(value.min(axis=1))[min(n, 4) - 1]
-        for i in range(n):
-            j = int(value[i].argmin())
-            if np.isfinite(value[i, j]) and value[i, j] <= limit:
-                chain, score = self._fit(*f.chain(i * b + j), float(thresholds[j]))
-                out.append(Best(chain, score, candidates[i], float(thresholds[j])))
+        for n in range(len(candidates)):
+            b = int(value[n].argmin())
+            if np.isfinite(value[n, b]) and value[n, b] <= limit:
+                at_s = float(grid[n, b])
+                chain, score = self._fit(*f.chain(int(np.flatnonzero((i == n) & (j == b))[0])), at_s)
+                out.append(Best(chain, score, candidates[n], at_s))
         out.sort(key=_rank)
         return list({x.chain: x for x in reversed(out)}.values())[::-1]
 
@@ -217,12 +240,15 @@ class Search:
 
     def _refine(self, found: list[Best], at: Ints) -> list[Best]:
         """Narrow the threshold around the best ones, orders and their reverses, in two sweeps."""
-        both = orders.distinct(o for b in found[:2] for o in (b.order, b.order[::-1]))
-        middle = sorted({b.threshold_s for b in found[:2]})
-        grid = np.unique(np.concatenate([m * np.geomspace(1 / 1.3, 1.25, 7) for m in middle]))
-        found = (self._best_of(both, grid, at) + found)[: self.finalists]
+        of: dict[orders.Order, float] = {}
+        for b in found[:2]:
+            of.setdefault(b.order, b.threshold_s)
+            of.setdefault(b.order[::-1], b.threshold_s)
+        grid = np.array(list(of.values()))[:, None] * np.geomspace(1 / 1.3, 1.25, 7)
+        best_s = found[0].score.step_s if found[0].score.fits else INF
+        found = sorted([*self._best_of(list(of), grid, at, beat_s=best_s), *found], key=_rank)[: self.finalists]
         fine = found[0].threshold_s * np.geomspace(0.96, 1.03, 7)
-        again = self._best_of(orders.distinct(b.order for b in found[:2]), fine, at)
+        again = self._best_of(orders.distinct(b.order for b in found[:2]), fine, at, beat_s=best_s)
         return sorted([*again, *found], key=_rank)[: self.finalists]
 
     def _polish(self, best: Best) -> Best:
@@ -260,8 +286,7 @@ class Search:
         fence_of = {d: n for n, f in enumerate(self.fences) for d in f}
         best, idle = found[0], 0
         for _ in range(self.local_rounds):
-            order = self._short_order(best)
-            near = orders.neighbours(order, fence_of, rng, LOCAL_ORDERS)
+            near = orders.neighbours(best.order, fence_of, rng, LOCAL_ORDERS)
             thresholds = best.threshold_s * np.array([0.93, 0.98, 1.0])
             tried = self._best_of(near, thresholds, at)
             tried = [self._polish(b) for b in tried[:2]]
@@ -274,13 +299,15 @@ class Search:
         refined = [self._polish(b) for b in self._refine([best], at)[:1]]
         return sorted([*refined, *found], key=_rank)[: self.finalists]
 
-    def _short_order(self, best: Best) -> orders.Order:
-        """The order without most of the devices that the chain skips: only the fastest eight of them stay."""
+    def _short(self, found: list[Best]) -> list[Best]:
+        """With orders that lack most of the devices that none of the chains uses: only the fastest SPARE stay."""
         if not self.skip:
-            return best.order
-        used = set(best.chain.hosts)
-        spare = sorted((d for d in best.order if d not in used), key=lambda d: float(self.costs.work_s[d, -1]))[:8]
-        return tuple(d for d in best.order if d in used or d in spare)
+            return found
+        keep = {d for b in found for d in b.chain.hosts}
+        whole = self.costs.work_s[:, -1]
+        left = {d for b in found for d in b.order} - keep
+        keep.update(sorted(left, key=lambda d: (float(whole[d]), d))[:SPARE])
+        return [replace(b, order=tuple(d for d in b.order if d in keep)) for b in found]
 
 
 def regret_s(costs: Costs, chain: Chain, score: Score) -> float:

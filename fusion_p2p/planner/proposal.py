@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import msgspec
 
@@ -38,14 +39,15 @@ class Constraints:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Proposal:
-    """The best chain found, what it costs by formula (`score`) and by simulation (`schedule`), and what bounds it."""
+    """The best chain found, what it costs by formula (`score`) and by simulation (`timing`), and what bounds it."""
 
     workload: Workload
     network: Network
     costs: Costs
     chain: Chain
     score: Score
-    schedule: Schedule
+    timing: Schedule  # without spans
+    options: Options  # of the simulation, windows included
     windows: tuple[int, ...]
     lower_bound_s: float
     fences: Fences
@@ -55,7 +57,12 @@ class Proposal:
     @property
     def step_s(self) -> float:
         """Simulated seconds of one step."""
-        return self.schedule.step_s
+        return self.timing.step_s
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """One step as simulated, with its spans."""
+        return simulate(self.costs, self.chain, self.options)
 
     @property
     def spares(self) -> tuple[int, ...]:
@@ -181,16 +188,17 @@ def finish(costs: Costs, searched: Searched, limits: Constraints) -> Proposal:
     options = Options(shared_nic=limits.shared_nic, pools=limits.pools)
     # Finalists that differ by equal devices swapped have one score: simulate one of them.
     different = {round(b.score.step_s, 6): b for b in reversed(searched.finalists)}
-    free = [(simulate(costs, b.chain, options), b) for b in different.values()]
-    schedule, b = min(free, key=lambda x: x[0].step_s + regret_s(costs, x[1].chain, x[1].score) - x[1].score.step_s)
-    windows, schedule = choose_windows(costs, b.chain, b.score, schedule, options)
+    free = [(simulate(costs, b.chain, options, spans=False), b) for b in different.values()]
+    timing, b = min(free, key=lambda x: x[0].step_s + regret_s(costs, x[1].chain, x[1].score) - x[1].score.step_s)
+    windows, timing = choose_windows(costs, b.chain, b.score, timing, options)
     proposal = Proposal(
         workload=costs.w,
         network=costs.net,
         costs=costs,
         chain=b.chain,
         score=b.score,
-        schedule=schedule,
+        timing=timing,
+        options=replace(options, windows=windows),
         windows=windows,
         lower_bound_s=searched.lower_bound_s,
         fences=searched.fences,

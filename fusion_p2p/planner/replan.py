@@ -177,12 +177,13 @@ def corrected(network: Network, predicted_s: Mapping[str, float], measured_s: Ma
 
 def _with_chain(current: Proposal, chain: Chain, score: Score, lines: Sequence[str]) -> Proposal:
     costs = current.costs
-    schedule = simulate(costs, chain, Options(windows=current.windows))
+    options = Options(windows=current.windows)
     return replace(
         current,
         chain=chain,
         score=score,
-        schedule=schedule,
+        timing=simulate(costs, chain, options, spans=False),
+        options=options,
         durability=durability(costs, chain, score),
         lower_bound_s=lower_bound_s(costs) if current.lower_bound_s <= 0 else current.lower_bound_s,
         reasons=(*lines, *current.reasons),

@@ -98,9 +98,10 @@ class _Job:
     pool: int
 
 
-def simulate(costs: Costs, chain: Chain, options: Options | None = None) -> Schedule:
-    """One step of `chain`. InputError if a window is smaller than 1."""
-    return _Simulation(costs, chain, options or Options()).run()
+def simulate(costs: Costs, chain: Chain, options: Options | None = None, *, spans: bool = True) -> Schedule:
+    """One step of `chain`. InputError if a window is smaller than 1. `spans` False: times and peaks only, sooner."""
+    simulation = _Simulation(costs, chain, options or Options())
+    return simulation.run() if spans or not simulation.is_plain else simulation.run_plain()
 
 
 class _Simulation:
@@ -172,6 +173,53 @@ class _Simulation:
         spans = tuple(sorted(self.spans, key=itemgetter(4, 3, 1)))
         end += self.shared_s
         return Schedule(end, spans, tuple(s.peak for s in self.stages), len(self.stages))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every device hosts one stage and has its cores and links to itself."""
+        return len(self.of_device) == len(self.stages) and not self.pool_of and not self.options.shared_nic
+
+    def run_plain(self) -> Schedule:
+        """`run` for plain chains, without spans: frames come in order, so two counts a direction are a queue."""
+        last, push, pop = len(self.stages) - 1, heapq.heappush, heapq.heappop
+        seconds = [(s.backward_s, s.forward_s) for s in self.stages]
+        windows = [s.window for s in self.stages]
+        ready = [[0] * (last + 1), [self.m, *[0] * last]]  # backwards, forwards that wait at each stage
+        held, peak, busy = [0] * (last + 1), [0] * (last + 1), [False] * (last + 1)
+        hops = [[self.send.get((k, k + step), (0.0, 0.0)) for k in range(last + 1)] for step in (-1, 1)]
+        free = [[0.0] * (last + 1), [0.0] * (last + 1)]
+        events: list[tuple[float, int, int, int]] = []  # (time, serial, stage, 0 backward | 1 forward | 2, 3 done)
+        serial, end, k, t = 0, 0.0, 0, 0.0
+        while True:
+            if not busy[k]:
+                kind = 0 if ready[0][k] else 1
+                if ready[kind][k] and (kind == 0 or held[k] < windows[k]):
+                    ready[kind][k] -= 1
+                    if kind:
+                        held[k] += 1
+                        peak[k] = max(peak[k], held[k])
+                    busy[k] = True
+                    serial += 1
+                    push(events, (t + seconds[k][kind], serial, k, 2 + kind))
+            if not events:
+                break
+            t, _, k, kind = pop(events)
+            if kind < 2:
+                ready[kind][k] += 1
+                continue
+            end, busy[k] = t, False
+            kind -= 2
+            if kind and k == last:
+                ready[0][k] += 1
+            elif kind or k:
+                takes, latency = hops[kind][k]
+                start = max(t, free[kind][k])
+                free[kind][k] = start + takes
+                serial += 1
+                push(events, (start + takes + latency, serial, k + (1 if kind else -1), kind))
+            if not kind:
+                held[k] -= 1
+        return Schedule(end + self.shared_s, (), tuple(peak), last + 1)
 
     def _start(self, device: int, t: float) -> None:
         """Give an idle device its next job: backward before forward, later stages first, then micro-batch order."""

@@ -13,14 +13,14 @@ LOSS = 0.01  # of the step time, that bounding what is in flight may cost
 
 
 def choose_windows(costs: Costs, chain: Chain, score: Score, free: Schedule, options: Options) -> Windows:
-    """(window per stage, the step's schedule under them), from `free`, the schedule without bounds.
+    """(window per stage, the step's schedule under them, without spans), from `free`, the one without bounds.
 
     First guess: the seconds of what is downstream over the pace, plus half for what waits.
     """
     trips = _downstream_s(costs, chain, score)
     for factor in (1.5, 3.0):
         windows = tuple(min(costs.m, math.ceil(factor * t / score.bottleneck_s) + 1) for t in trips)
-        limited = simulate(costs, chain, replace(options, windows=windows))
+        limited = simulate(costs, chain, replace(options, windows=windows), spans=False)
         if limited.step_s <= free.step_s * (1 + LOSS):
             return windows, limited
     return (costs.m,) * len(chain.hosts), free

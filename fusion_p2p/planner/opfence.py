@@ -18,6 +18,7 @@ from fusion_p2p.planner.workload import Floats
 LEAST_DEVICES, MOST_DEVICES = 28, 64  # considered for one chain that may skip; longer chains pay in latency
 SCREEN_POSITIONS = 144
 FASTEST = 8  # devices that are always considered
+NEAR = 4  # a cut may wait for a cheaper one up to 1/NEAR of the pace away
 SPARE = 12  # devices that no chain found so far uses, kept in orders that are looked at closely
 SCREENED = 8  # orders whose chains are scored after screening
 LOCAL_ORDERS = 24  # neighbour orders of one round of local search
@@ -212,12 +213,12 @@ class Search:
         return min(options, key=lambda o: (not o[1].fits, o[1].step_s))
 
     def _fine_positions(self) -> Ints:
-        """Allowed positions but those with at least twice the bytes of a position at most 1/8 of the pace away."""
+        """Allowed positions but those with at least twice the bytes of a position at most 1/NEAR of the pace away."""
         allowed = self._allowed()
         if self.costs.ladder.rungs[-1].encode_s_per_element == 0.0 or not self.skip:
             return allowed
         fastest = self.costs.work_s[:, allowed].min(axis=0)
-        near = self.pace_s / 8
+        near = self.pace_s / NEAR
         size = self.costs.w.cut_bytes[allowed]
         low = np.searchsorted(fastest, fastest - near)
         high = np.searchsorted(fastest, fastest + near, side="right")

@@ -6,7 +6,7 @@ The iterable yields batches of any size; samples are regrouped into the sizes th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -34,11 +34,22 @@ def as_source(data: object, spool: Path) -> Source:
     """`data` as a Source. `spool` is the folder for what a plain iterable has yielded."""
     if isinstance(data, Source):
         return data
-    if isinstance(data, _Stateful):
+    if isinstance(data, _Stateful) and not _loses_samples(data):
         return StatefulSource(data)
     if hasattr(data, "__iter__"):
         return SpooledSource(cast(Any, data), spool)
     raise InputError(f"data is {type(data).__name__}; give an iterable of batches")
+
+
+def _loses_samples(data: object) -> bool:
+    """Whether `data` (or what it loads from) is a Hugging Face stream with a shuffle buffer. Its state leaves out what
+    the buffer holds, so that a run that resumes would miss those samples."""
+    part = getattr(getattr(data, "dataset", data), "_ex_iterable", None)
+    while part is not None:
+        if type(part).__name__ == "BufferShuffledExamplesIterable" and part.buffer_size > 1:
+            return True
+        part = getattr(part, "ex_iterable", None)
+    return False
 
 
 def in_parts(data: Any, samples: int) -> Iterator[Batch]:
@@ -54,15 +65,26 @@ def in_parts(data: Any, samples: int) -> Iterator[Batch]:
 
 
 class _Restarting:
-    """Elements of an iterable, started again at each end."""
+    """Elements of an iterable, started again at each end; `epoch` counts the starts."""
 
-    def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
-        self._start, self._iterator = start, start()
+    def __init__(self, data: Any, epoch: int = 0) -> None:
+        self._data, self.epoch = data, epoch
+        self._iterator = self._start()
+
+    def _start(self) -> Iterator[Any]:
+        """Objects that order an epoch by its number are told it. (A Hugging Face dataset also goes back to a loaded
+        state as often as it is started in that state's epoch.)"""
+        for told in (self._data, getattr(self._data, "dataset", None)):
+            set_epoch = getattr(told, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(self.epoch)
+        return iter(self._data)
 
     def __next__(self) -> Batch:
         try:
             return tensor_batch(next(self._iterator))
         except StopIteration:
+            self.epoch += 1
             self._iterator = self._start()
         try:
             return tensor_batch(next(self._iterator))
@@ -110,20 +132,22 @@ class StatefulSource(_Regrouped):
     def __init__(self, data: _Stateful) -> None:
         super().__init__()
         self._data = data
-        self._elements = _Restarting(lambda: iter(data))
-        self._before: Any = to_plain(data.state_dict())
+        self._elements = _Restarting(data)
+        self._before = self._inner()
+
+    def _inner(self) -> State:
+        return {"inner": to_plain(self._data.state_dict()), "epoch": self._elements.epoch}
 
     def pull(self) -> Batch:
-        self._before = to_plain(self._data.state_dict())
+        self._before = self._inner()
         return next(self._elements)
 
     def state_dict(self) -> State:
-        before = self._before if self._element is not None else to_plain(self._data.state_dict())
-        return {"inner": before, "offset": self._offset}
+        return {**(self._before if self._element is not None else self._inner()), "offset": self._offset}
 
     def load_state_dict(self, state: State) -> None:
         self._data.load_state_dict(from_plain(state["inner"]))
-        self._elements = _Restarting(lambda: iter(self._data))
+        self._elements = _Restarting(self._data, int(state["epoch"]))
         self._resume_inside(int(state["offset"]))
 
 
@@ -139,7 +163,7 @@ class SpooledSource(_Regrouped):
         self._folder, self._next = folder, 0
         self._spooled = max((int(p.stem) + 1 for p in folder.glob("*.safetensors")), default=0)
         self._to_skip = self._spooled
-        self._elements = _Restarting(lambda: iter(data))
+        self._elements = _Restarting(data)
 
     def pull(self) -> Batch:
         index, self._next = self._next, self._next + 1

@@ -92,6 +92,7 @@ class WandbLog:
             import wandb
         except ImportError as e:
             raise InputError("log.wandb needs a package: pip install 'fusion-p2p[wandb]'") from e
+        self._wandb: Any = wandb
         self._run: Any = wandb.init(project=project, name=name, dir=str(folder), resume="allow")
         self._bytes_per_token = bytes_per_token
 
@@ -102,6 +103,7 @@ class WandbLog:
 
     def close(self) -> None:
         self._run.finish()
+        self._wandb.teardown()  # ends the service process that it started
 
 
 def open_logs(settings: LogSection, folder: Path, name: str, bytes_per_token: float) -> list[Log]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.cluster.trainer_process import SMALL, fusion_run, refused, script, small_run, start, wait_for_line
 from tests.cluster.volunteer_process import Peer
@@ -72,11 +75,29 @@ def test_a_paused_run_goes_on_as_if_nothing_had_been(place: Path) -> None:
     assert [s["loss"] for s in resumed] == pytest.approx([s["loss"] for s in whole[done:]], rel=1e-4)
 
 
+def logged(folder: Path, report: dict[str, Any]) -> None:
+    """TensorBoard's event file, the CSV and the JSON lines all hold the run's losses."""
+    losses = [s["loss"] for s in report["steps"]]
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("loss")] == list(range(len(losses)))
+    assert [e.value for e in events.Scalars("loss")] == pytest.approx(losses, rel=1e-6)  # it stores float32
+    assert [e.value for e in events.Scalars("held_out_loss")] == pytest.approx([report["evals"][0]["loss"]], rel=1e-6)
+    with (folder / "log.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in rows if row["loss"]] == losses
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines if line["type"] == "step"] == losses
+
+
 def test_ctrl_c_ends_cleanly_and_a_fork_starts_from_the_checkpoint(place: Path) -> None:
     small_run(place)
+    with (place / "run.toml").open("a") as config:
+        config.write("[log]\ntensorboard = true\n")
     fusion_run(place, "train", "run.toml", "--local", "2", "--report", "r.json")
     report = json.loads((place / "r.json").read_text())
     [held_out] = report["evals"]
+    logged(place / "runs" / "cats", report)
     evaluated = json.loads(fusion_run(place, "eval", "cats", "--json"))
     assert evaluated["step"] == held_out["step"] == 6
     assert held_out["loss"] == pytest.approx(evaluated["loss"], rel=1e-5)

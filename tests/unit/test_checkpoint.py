@@ -279,3 +279,16 @@ def test_a_run_folder_tells_about_itself(tmp_path: Path, monkeypatch: pytest.Mon
     assert details(folder)["checkpoints"][0]["step"] == 4
     (folder / "config.toml").write_text("[x]")
     assert summary(folder).phase == "damaged" and "unknown key x" in summary(folder).reason
+
+
+def test_scalars_reach_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="pip install 'fusion-p2p[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logs = open_logs(config.LogSection(wandb="project"), tmp_path, "cats", 2.0)
+    for log in logs:
+        log(StepResult(step=3, loss=4.0, step_time_s=0.5, samples=8))
+        log(EvalResult(step=4, loss=3.0, samples=9))
+        log.close()
+    [written] = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert all(name in written.read_bytes() for name in (b"held_out_loss", b"nats_per_byte", b"samples_per_s"))

@@ -33,9 +33,8 @@ def job(rank: int, order: list[int], stages: list[tuple[int, int]], steps: int) 
     made.sum().backward()  # torch's own first calls are no part of a step
     optimizer = torch.optim.AdamW(module.parameters(), lr=m.LR, foreach=True)
     optimizer.zero_grad()
-    stage = PipelineStage(
-        module, index, len(order), torch.device("cpu"), input_args=(given,), output_args=(made.detach().requires_grad_(),)
-    )
+    shape = {"input_args": (given,), "output_args": (made.detach().requires_grad_(),)}
+    stage = PipelineStage(module, index, len(order), torch.device("cpu"), **shape)
     stage.stage_index_to_group_rank = dict(enumerate(order))
     schedule = Schedule1F1B(stage, n_microbatches=m.MICRO_BATCHES, loss_fn=m.loss)
     data = m.batches(steps)

@@ -5,7 +5,7 @@ EXTRAS := dev,examples,transformers,data,tensorboard,web
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit lint bench soak clean
+.PHONY: help setup demo test unit lint bench headline soak clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,10 @@ lint: setup  ## style, types and import contracts
 
 bench: setup  ## every table of bounds, measured here
 	$(BIN)/python -m tests.bench
+
+headline: setup  ## ours beside torch.distributed.pipelining on a shaped network (root, 20 minutes)
+	$(BIN)/python -m tests.bench.netlab --headline --save headline
+	$(BIN)/python -m tests.bench.table
 
 soak: setup  ## the long checks
 	$(BIN)/python -m pytest tests -m soak --timeout 7200

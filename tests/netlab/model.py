@@ -28,7 +28,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x_btd)).view(b, t, 3, HEADS, d // HEADS).permute(2, 0, 3, 1, 4)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_btd = x_btd + self.out(a.transpose(1, 2).reshape(b, t, d))
-        return x_btd + self.down(F.gelu(self.up(self.norm2(x_btd)), approximate="tanh"))
+        out: torch.Tensor = x_btd + self.down(F.gelu(self.up(self.norm2(x_btd)), approximate="tanh"))
+        return out
 
 
 class Embed(nn.Module):
@@ -37,7 +38,8 @@ class Embed(nn.Module):
         self.token, self.position = nn.Embedding(VOCAB, WIDTH), nn.Embedding(CONTEXT, WIDTH)
 
     def forward(self, tokens_bt: torch.Tensor) -> torch.Tensor:
-        return self.token(tokens_bt) + self.position.weight[: tokens_bt.shape[1]]
+        x_btd: torch.Tensor = self.token(tokens_bt) + self.position.weight[: tokens_bt.shape[1]]
+        return x_btd
 
 
 class Head(nn.Module):

@@ -62,7 +62,7 @@ def cpu_of(*pids: int | None) -> Callable[[], float]:
     processes = [psutil.Process(), *(psutil.Process(pid) for pid in pids if pid is not None)]
 
     def total() -> float:
-        return sum(t.user + t.system for t in (p.cpu_times() for p in processes))
+        return float(sum(t.user + t.system for t in (p.cpu_times() for p in processes)))
 
     return total
 

@@ -1,0 +1,209 @@
+"""The headline: real processes on a really shaped network, ours beside torch.distributed.pipelining over gloo.
+
+Needs root (network namespaces). All rates are the testbeds' times 0.1, because a test peer computes hundreds of times
+slower than a GPU. The full form takes about three hours on a quiet machine of 2 cores; --headline (`make headline`)
+under 20 minutes: N1 and N3, few steps. Results go to tests/bench/results/ with --save.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peer.lab.bed import load_bed
+from peer.lab.measure import TOLERANCE, Delivered, measure
+from peer.lab.netns import Lab, LabUnsupported, unsupported
+from tests.bench.rows import Row, arguments, at_least, at_most, progress, report
+from tests.netlab import study as s
+from tests.netlab.streams import StreamFailed, StreamRun, pairs, stream
+
+RESULTS = Path(__file__).parent / "results"
+OVER_RIVAL = {"N1": 9.4, "N2": 7.0, "N3": 1.3, "N4": 6.0}
+ALONE, OVER_PUBLISHED, CEILING, PREDICTED = 2.0, 1.5, 0.75, 0.15
+GOODPUT, LOOPBACK, CPU_CORES = 0.95, 0.2, 0.15
+HEADLINE_S = 17 * 60.0  # after this nothing new begins
+
+
+def judge(found: s.Found) -> Iterator[Row]:
+    """Rows of one bed."""
+    name, ours_s = found.bed, found.step_s(s.OURS)
+    yield from delivered(name, found.links)
+    count = len(found.rivals.get(s.EQUAL, []))
+    what = f"{name}: ours over torch pipelining, equal layers, median of {count} device orders"
+    yield ratio(what, found.rival_step_s(), ours_s, OVER_RIVAL[name])
+    if found.rivals.get(s.BY_SPEED):
+        value = found.rival_step_s(s.BY_SPEED) / ours_s
+        yield Row(f"{name}: ours over torch pipelining, layers by speed", f"{value:.3g}x", "", None)
+    if name in ("N1", "N2") and s.PLAN_ALONE in (*found.runs, *found.failed):
+        yield ratio(f"{name}: our plan alone over the same", found.rival_step_s(), found.step_s(s.PLAN_ALONE), ALONE)
+    if name in ("N1", "N2") and s.PUBLISHED_UNIFORM in (*found.runs, *found.failed):
+        yield ratio(
+            f"{name}: ours over {s.PUBLISHED_UNIFORM}", found.step_s(s.PUBLISHED_UNIFORM), ours_s, OVER_PUBLISHED
+        )
+    for config, run in found.runs.items():
+        if config == s.OURS and run.plan.prediction is not None:
+            bound_s = run.plan.prediction.lower_bound_s
+            yield ratio(f"{name}: ours over the ceiling of any plan", bound_s, ours_s, CEILING, unit="")
+        off = run.step_s / run.predicted_s
+        text = f"{run.step_s:.3g} s / {run.predicted_s:.3g} s = {off:.3f}"
+        bound = f"within {PREDICTED:.0%}"
+        yield Row(f"{name}: measured over predicted, {config}", text, bound, abs(off - 1) <= PREDICTED)
+    for config, why in found.failed.items():
+        yield Row(f"{name}: {config}", why[:120], "comes to an end", why == "no time left" and None)
+
+
+def ratio(case: str, theirs: float, ours: float, bound: float, unit: str = "x") -> Row:
+    value = theirs / ours
+    if math.isnan(value):
+        return Row(case, "not measured", f">= {bound:g}{unit}", False)
+    return at_least(case, value, bound, unit)
+
+
+def delivered(name: str, links: list[Delivered]) -> Iterator[Row]:
+    if links:
+        worst = max(links, key=lambda d: abs(d.of_configured - 1))
+        case = f"{name}: worst of {len(links)} links, {worst.src} to {worst.dst}"
+        bound = f"within {TOLERANCE:.0%}"
+        yield Row(case, f"{worst.of_configured:.3f} of configured", bound, all(d.holds for d in links))
+
+
+def data_plane(rates: tuple[float, ...], seconds: float, *, loopback: bool) -> Iterator[Row]:
+    """Goodput of an edge stream over raw TCP, and its CPU at 100 Mbps."""
+    with Lab(pairs(rates)) as lab:
+        for k, rate in enumerate(rates):
+            raw, ours = both(lambda kind, k=k: stream(kind, seconds, lab, k))
+            if isinstance(ours, str):
+                yield Row(f"edge stream at {rate:g} Mbps", ours, f">= {GOODPUT}", False)
+                continue
+            yield at_least(
+                f"goodput of an edge stream over raw TCP, {rate:g} Mbps", ours.bits_per_s / raw.bits_per_s, GOODPUT
+            )
+            if rate == 100:
+                yield at_most("CPU of both ends and their p2pd at 100 Mbps", ours.cores, CPU_CORES, " cores")
+                yield Row("the same of raw asyncio TCP", f"{raw.cores:.3g} cores", "", None)
+    if loopback:
+        raw, ours = both(lambda kind: stream(kind, seconds))
+        if isinstance(ours, str):
+            yield Row("edge stream on loopback", ours, f">= {LOOPBACK}", False)
+        else:
+            figures = f"{ours.bits_per_s / 1e9:.2f} of {raw.bits_per_s / 1e9:.2f} Gbps"
+            value = ours.bits_per_s / raw.bits_per_s
+            case = "goodput over raw TCP, unshaped loopback; the rest goes to p2pd: noise, yamux, two more sockets"
+            yield Row(case, f"{value:.3g} ({figures})", f">= {LOOPBACK}", value >= LOOPBACK)
+
+
+def both(run: Callable[[str], StreamRun]) -> tuple[StreamRun, StreamRun | str]:
+    try:
+        return run("raw"), run("ours")
+    except StreamFailed as error:
+        return StreamRun(bits_per_s=1.0, cores=0.0), str(error)
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": next(
+            (x.partition(":")[2].strip() for x in _cpuinfo() if x.startswith("model name")), platform.machine()
+        ),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "hivemind": version("hivemind"),
+        "load_at_start": os.getloadavg()[0],
+    }
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def save(name: str, about: dict[str, Any], rows: list[Row], found: list[s.Found]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    shown = [{"case": x.case, "figure": x.figure, "bound": x.bound, "holds": x.holds} for x in rows]
+    whole = {"machine": about, "rows": shown, "beds": {f.bed: f.as_dict() for f in found}}
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+    progress(f"results: {path}")
+
+
+def main(args: list[str]) -> int:
+    parser = arguments(__doc__ or "", "links of N1, goodput at 8 and 100 Mbps")
+    parser.add_argument("--headline", action="store_true", help="under 20 minutes: N1 and N3, few steps")
+    parser.add_argument("--save", metavar="NAME", help="write tests/bench/results/NAME.json")
+    parser.add_argument("--beds", nargs="+", default=None, choices=sorted(OVER_RIVAL), help="(default: all four)")
+    parser.add_argument("--steps", type=int, default=None, metavar="N", help="steps of ours that count (default: 8)")
+    parser.add_argument("--orders", type=int, default=5, metavar="N", help="device orders of the rival (default: 5)")
+    options = parser.parse_args(args)
+    why = unsupported()
+    if why:
+        progress(why)
+        return report([Row("netlab", f"skipped: {why}", "", None)], options.json)
+    about, rows, found = machine(), list[Row](), list[s.Found]()
+    progress(f"load {about['load_at_start']:.2f} of {about['cores']} cores before anything begins")
+    with tempfile.TemporaryDirectory(prefix="fusion-bench-") as home:
+        os.environ["FUSION_HOME"] = home
+        torch.set_num_threads(1)
+        if options.quick:
+            rows = quick()
+        else:
+            rows = experiments(options, found, lambda: save(options.save, about, rows, found) if options.save else None)
+    code = report(rows, options.json)
+    if options.save:
+        save(options.save, about, rows, found)
+    return code
+
+
+def quick() -> list[Row]:
+    with Lab(load_bed(s.FILE, "N1", rate_scale=0.1)) as lab:
+        rows = list(delivered("N1", measure(lab)))
+    return [*rows, *data_plane((8.0, 100.0), 3.0, loopback=False)]
+
+
+def experiments(options: Any, found: list[s.Found], checkpoint: Callable[[], None]) -> list[Row]:
+    """Bed after bed; what is measured is saved as it comes."""
+    beds = options.beds or (("N1", "N3") if options.headline else tuple(OVER_RIVAL))
+    until = time.monotonic() + HEADLINE_S if options.headline else float("inf")
+    rows: list[Row] = []
+    for name in beds:
+        configs = tuple(s.CONFIGS)
+        if options.headline:
+            configs = (s.OURS, s.PLAN_ALONE, s.PUBLISHED_UNIFORM) if name == "N1" else (s.OURS,)
+        try:
+            one = s.study(
+                name,
+                say=progress,
+                configs=configs,
+                orders=options.orders,
+                by_speed=(1 if name == "N3" else 0) if options.headline else options.orders,
+                steps=options.steps or (4 if options.headline else 8),
+                until=until,
+            )
+        except LabUnsupported as error:
+            rows.append(Row(name, str(error), "can be built", False))
+            continue
+        found.append(one)
+        rows += judge(one)
+        checkpoint()
+    if not options.headline or time.monotonic() < until:
+        rows += data_plane((8.0, 100.0, 1000.0), 4.0, loopback=True)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

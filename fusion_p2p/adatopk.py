@@ -16,7 +16,7 @@ from fusion_p2p.codec import Codec, Direction, parse
 from fusion_p2p.errors import InputError
 from fusion_p2p.frame import TickReport
 from fusion_p2p.plan import LinkCodec, Numerics
-from fusion_p2p.planner.ladder import DENSE, Ladder, Rung, default_ladder, top_k
+from fusion_p2p.planner.ladder import DENSE, MOST_LOSS, Ladder, Rung, default_ladder, top_k
 
 PAPER_FACTOR = 3.0  # an index and a value take three times the value: the published ratio makes up for it
 
@@ -71,7 +71,7 @@ def ladder_of(compression: str, measured: Ladder | None = None, tau: float = 0.2
     """
     if compression == "adatopk":
         ladder = measured or default_ladder(tau)
-        return Ladder(ladder.rungs, tau)
+        return Ladder(tuple(r for r in ladder.rungs if r.loss_cost <= MOST_LOSS), tau)
     if compression in ("none", "adatopk-paper"):
         return Ladder((DENSE,), tau)
     return Ladder((_uniform(compression),), tau)

@@ -57,8 +57,12 @@ def top_k_ladder(max_ratio: float = 100.0, tau: float = 0.25) -> Ladder:
     return Ladder((DENSE, *(top_k(r) for r in ratios), top_k(max_ratio)), tau)
 
 
-def default_ladder(tau: float = 0.25, wire_bytes_per_element: float = 4.0) -> Ladder:
-    """The constant ladder of a live run, relative to dense frames of `wire_bytes_per_element`.
+MOST_LOSS = 0.02  # what compression may cost of the loss, all cuts together; a run may name a stronger codec itself
+
+
+def default_ladder(tau: float = 0.25, wire_bytes_per_element: float = 4.0, most_loss: float = MOST_LOSS) -> Ladder:
+    """The constant ladder of a live run, relative to dense frames of `wire_bytes_per_element`: the rungs that cost at
+    most `most_loss`. A link too slow for the last of them is slow; a plan goes round it, or waits for it.
 
     Measured by `tests.bench.adatopk`: one core at width 128, the larger direction's bytes, held-out loss of the
     fine-tuned byte GPT-2 (fusion_p2p/codec/README.md). `fusion_p2p.probe` measures the model at hand.
@@ -75,4 +79,4 @@ def default_ladder(tau: float = 0.25, wire_bytes_per_element: float = 4.0) -> La
         Rung("transform:0.5/0.5", 0.085 / e, 8.0e-9, 6.0e-9, 0.08),
         Rung("topk-masked:0.01", 0.016 / e, 1.5e-9, 0.7e-9, 0.6),
     )
-    return Ladder(tuple(r for r in rungs if r is DENSE or r.byte_share < 1.0), tau)
+    return Ladder(tuple(r for r in rungs if r is DENSE or (r.byte_share < 1.0 and r.loss_cost <= most_loss)), tau)

@@ -9,12 +9,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peer.lab.bed import Bed, LabLink, LabPeer
+from peer.lab.bed import PAYLOAD, Bed, LabLink, LabPeer
 from peer.lab.netns import Lab
 
 RAMP_S, MEASURE_S = 4.0, 3.0  # BBR takes seconds to find a slow link's rate
 TOLERANCE = 0.05
 PIECE = 1 << 16
+LEAST_FRAMES = 500  # a lost packet holds back those behind it: a few are no measurement
+EMPTY_S = 2e-4  # a read that took longer had to wait for the network
 WAIT_S = 15.0
 
 
@@ -40,11 +42,11 @@ def measure(lab: Lab, *, seconds: float = MEASURE_S) -> list[Delivered]:
     """Every link of the bed, those of different pairs of sites after each other, the two directions of one together."""
     found = []
     for group in _groups(lab.bed):
-        flows = [_Flow(lab, *_ends(lab.bed, link), seconds) for link in group]
+        flows = [_Flow(lab, *_ends(lab.bed, link), link.bits_per_s, seconds) for link in group]
         for flow in flows:
             flow.thread.start()
         for flow in flows:
-            flow.thread.join(RAMP_S + seconds + WAIT_S)
+            flow.thread.join()  # each of its waits is bounded
         for link, flow in zip(group, flows, strict=True):
             if flow.error is not None:
                 raise flow.error
@@ -76,8 +78,9 @@ def _ends(bed: Bed, link: LabLink) -> tuple[LabPeer, LabPeer]:
 class _Flow:
     """Sends from one peer to the other as fast as it goes; counts what arrives after the ramp."""
 
-    def __init__(self, lab: Lab, src: LabPeer, dst: LabPeer, seconds: float) -> None:
-        self.src, self.dst, self._seconds = src, dst, seconds
+    def __init__(self, lab: Lab, src: LabPeer, dst: LabPeer, bits_per_s: float, seconds: float) -> None:
+        self.src, self.dst = src, dst
+        self._seconds = max(seconds, LEAST_FRAMES * 8 * PAYLOAD / bits_per_s)
         self.bits_per_s = 0.0
         self.error: OSError | None = None
         with lab.listen(dst.name, dst.address) as server:
@@ -102,17 +105,16 @@ class _Flow:
             self._out.close()
 
     def _receive(self) -> None:
-        buffer, count = bytearray(PIECE), 0
-        begin = last = time.perf_counter()
-        started: float | None = None
+        buffer, count, begin = bytearray(PIECE), 0, time.perf_counter()
+        last, waited = begin, list[tuple[float, int]]()
         while last - begin < RAMP_S + self._seconds:
-            size = self._in.recv_into(buffer)
+            asked = last
+            count += self._in.recv_into(buffer)
             last = time.perf_counter()
-            if started is not None:
-                count += size
-            elif last - begin >= RAMP_S:
-                started = last
-        self.bits_per_s = 8 * count / (last - (started or begin))
+            if last - begin >= RAMP_S and (last - asked > EMPTY_S or not waited):
+                waited.append((last, count))  # the buffer was empty: nothing that came earlier counts
+        (first_s, before), (last_s, after) = waited[len(waited) > 2], waited[-1]
+        self.bits_per_s = 8 * (after - before) / (last_s - first_s) if last_s > first_s else 0.0
 
     def _send(self) -> None:
         piece = bytes(PIECE)

@@ -24,7 +24,7 @@ from fusion_p2p.codec import parse
 from fusion_p2p.errors import InputError
 from fusion_p2p.frame import CutReport, TickReport
 from fusion_p2p.plan import LinkCodec, Numerics
-from fusion_p2p.planner.ladder import DENSE, Ladder, Rung, default_ladder
+from fusion_p2p.planner.ladder import DENSE, MOST_LOSS, Ladder, Rung, default_ladder
 
 LADDER = Ladder((DENSE, Rung("int8", 0.26, 1e-9, 1e-9, 0.001), Rung("transform:1/1", 0.036, 5e-9, 5e-9, 0.02)))
 
@@ -99,7 +99,8 @@ def test_uniform_compression_is_the_same_everywhere(name: str) -> None:
 
 def test_every_rung_of_the_default_ladder_is_a_codec_and_on_the_front() -> None:
     ladder = ladder_of("adatopk")
-    assert any(r.codec.startswith("topk-masked") for r in ladder.rungs)
+    assert ladder.rungs[-1].codec.startswith("transform") and ladder.rungs[-1].loss_cost <= MOST_LOSS
+    assert any(r.loss_cost > MOST_LOSS for r in default_ladder(most_loss=1.0).rungs), "stronger ones are there by name"
     for rung in ladder.rungs:
         parse(rung.codec)
     assert [r.loss_cost for r in ladder.rungs] == sorted(r.loss_cost for r in ladder.rungs)

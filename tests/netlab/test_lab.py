@@ -1,0 +1,92 @@
+"""A lab for real, as root: links deliver, a run trains on it, nothing is left, also of an owner that was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fusion_p2p
+from peer.api import Run
+from peer.lab.bed import load_bed
+from peer.lab.lab_swarm import LabSwarm
+from peer.lab.measure import measure, table
+from peer.lab.measured_run import measured_run
+from peer.lab.netns import NETNS, Lab, prefix, sweep, unsupported
+from tests.cluster import plain
+
+SKIP = unsupported()
+pytestmark = [pytest.mark.root, pytest.mark.timeout(180), pytest.mark.skipif(bool(SKIP), reason=SKIP)]
+
+BED = """{"gpus": {"core": [0.05, 2, 4]}, "testbeds": {"two": {"intra_node": [50, 0.1], "intra_site": [50, 0.1],
+"cores": 1.6, "sites": [{"name": "A", "gpu": "core", "count": 1}, {"name": "B", "gpu": "core", "count": 1}],
+"inter": {"A-B": [20, 0.1]}}}}"""
+
+
+def left(start: str) -> list[str]:
+    groups = [p.name for root in ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup") for p in Path(root).glob(f"{start}*")]
+    return [p.name for p in NETNS.glob(f"{start}*")] + groups
+
+
+def test_links_deliver_and_two_peers_train_across_one(tmp_path: Path) -> None:
+    (tmp_path / "bed.json").write_text(BED)
+    bed = load_bed(tmp_path / "bed.json")
+    with Lab(bed) as lab:
+        assert left(prefix())
+        links = measure(lab, seconds=1.0)
+        # On a loaded machine the sender may not get the CPU that 20 Mbps take; too much must not pass in any case.
+        assert {(d.src, d.dst) for d in links} == {("A0", "B0"), ("B0", "A0")}
+        assert all(0.5 < d.of_configured < 1.1 for d in links), table(links)
+        with (
+            lab.inside(),
+            LabSwarm(lab) as swarm,
+            Run(
+                plain.gpt2(),
+                data=plain.token_batches(4, 4),
+                swarm=swarm,
+                run_dir=tmp_path / "run",
+                stages=2,
+                micro_batches=2,
+                micro_batch_size=2,
+                optimizer=fusion_p2p.SGD(lr=0.1),
+                compression="none",
+                planner="equal-compute:1",
+                save_every=0,
+            ) as run,
+        ):
+            found = measured_run(run, swarm, 2)
+        assert len(found.steps) == 2 and found.step_s > 0
+        assert sorted(found.as_dict()["hosts"]) == ["A0", "B0"]
+        assert found.link_bytes["A-B"] > 1000 and found.link_bytes["B-A"] > 1000, "what stages send is on the link"
+        assert any(line.startswith("  stage 0 on ") for line in found.lines())
+    assert not left(prefix())
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from peer.lab.bed import load_bed
+from peer.lab.netns import Lab
+with Lab(load_bed(Path(sys.argv[1]))) as lab:
+    print(lab.prefix, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_owner_leaves_is_swept_and_a_living_owners_lab_is_not(tmp_path: Path) -> None:
+    (tmp_path / "bed.json").write_text(BED)
+    command = [sys.executable, "-c", OWNER, str(tmp_path / "bed.json")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        start = owner.stdout.readline().strip()
+        assert start.startswith(f"flab-{owner.pid}-") and left(start)
+        sweep()
+        assert left(start), "its owner lives"
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait()
+    assert start + "core" in sweep()
+    assert not left(start)

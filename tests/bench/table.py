@@ -1,0 +1,60 @@
+"""The README's headline table, made from tests/bench/results/headline.json: `python -m tests.bench.table [--check]`.
+
+Writes it between two markers; with --check changes nothing and ends with 1 if the README says anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+README, RESULTS = ROOT / "README.md", ROOT / "tests" / "bench" / "results" / "headline.json"
+BEGIN, END = "<!-- headline: made by python -m tests.bench.table -->", "<!-- headline: end -->"
+WORDS = {True: "yes", False: "**no**", None: ""}
+
+
+def table(results: dict[str, Any]) -> str:
+    """Markdown: what was measured where and when, and every row, also those that missed their bound."""
+    m = results["machine"]
+    lines = [
+        BEGIN,
+        f"Measured {m['date'][:10]} on {m['cores']} cores of {m['cpu']}, Python {m['python']}, torch {m['torch']}, "
+        f"hivemind {m['hivemind']}; load {m['load_at_start']:.1f} before it began.",
+        "",
+        "| case | figure | bound | holds |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [f"| {r['case']} | {r['figure']} | {r['bound']} | {WORDS[r['holds']]} |" for r in results["rows"]]
+    return "\n".join([*lines, "", END])
+
+
+def filled(readme: str, made: str) -> str:
+    """`readme` with what lies between the markers replaced. ValueError where there are none."""
+    start, end = readme.find(BEGIN), readme.find(END)
+    if start < 0 or end < start:
+        raise ValueError(f"the README has no place for the table; put {BEGIN} and {END} on lines of their own")
+    return readme[:start] + made + readme[end + len(END) :]
+
+
+def main(args: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.table", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if the README is not what it would be")
+    options = parser.parse_args(args)
+    if not RESULTS.exists():
+        print(f"no results yet: {RESULTS.relative_to(ROOT)} is written by make headline")
+        return 0
+    before = README.read_text("utf-8")
+    after = filled(before, table(json.loads(RESULTS.read_text("utf-8"))))
+    if options.check:
+        print("README.md is up to date" if after == before else "README.md differs; run python -m tests.bench.table")
+        return int(after != before)
+    README.write_text(after, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

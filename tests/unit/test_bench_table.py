@@ -1,0 +1,37 @@
+"""The README's table is what the results say, whether a bound holds or not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.bench import table as t
+
+RESULTS = {
+    "machine": {"date": "2026-01-02T03:04:05+00:00", "cores": 2, "cpu": "a CPU", "python": "3.11", "torch": "2.13",
+                "hivemind": "1.1", "load_at_start": 0.25},
+    "rows": [
+        {"case": "fast", "figure": "10x", "bound": ">= 9.4x", "holds": True},
+        {"case": "slow", "figure": "0.5x", "bound": ">= 0.75x", "holds": False},
+        {"case": "told", "figure": "3", "bound": "", "holds": None},
+    ],
+}  # fmt: skip
+
+
+def test_the_readme_is_up_to_date() -> None:
+    assert t.main(["--check"]) == 0
+
+
+def test_every_row_is_shown_and_a_missed_bound_says_so() -> None:
+    made = t.table(RESULTS)
+    assert "| fast | 10x | >= 9.4x | yes |" in made
+    assert "| slow | 0.5x | >= 0.75x | **no** |" in made and "| told | 3 |  |  |" in made
+    assert "2026-01-02" in made and "2 cores of a CPU" in made
+
+
+def test_only_what_lies_between_the_markers_changes() -> None:
+    before = f"above\n{t.BEGIN}\nold\n{t.END}\nbelow\n"
+    after = t.filled(before, t.table(RESULTS))
+    assert after.startswith("above\n") and after.endswith("\nbelow\n") and "old" not in after
+    assert t.filled(after, t.table(RESULTS)) == after
+    with pytest.raises(ValueError, match="no place for the table"):
+        t.filled("no markers", "x")

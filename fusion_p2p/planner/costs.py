@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -90,6 +90,13 @@ class Costs:
         other.backward_s_per_byte = self.backward_s_per_byte * factor
         other.slow_s_per_byte = self.slow_s_per_byte * factor
         other.both_s_per_byte = self.both_s_per_byte * factor
+        return other
+
+    def without_shared(self, room: float = 1.0) -> Costs:
+        """The same problem as if no weight were tied, and with `room` times the memory."""
+        other = copy.copy(self)
+        other.w = replace(self.w, shared=())
+        other.room_bytes = self.room_bytes * room
         return other
 
     def subset(self, keep: list[int]) -> Costs:

@@ -84,6 +84,7 @@ class Tables:
     early: tuple[tuple[Early | None, ...], ...]
     lo_hard: Ints  # (D, m): memory
     classes: tuple[int, ...]  # classes that any hop uses
+    paid_s: Floats | None = None  # (m, D, D) [q, s, e]: tied weights read before q on e, whose owner is on s
 
 
 def build(
@@ -120,7 +121,21 @@ def build(
     lo, early = _windows(work, codec, thresholds, hard, classes, used)
     levels = _levels((x for row in lo for x in row), len(at))
     spans = tuple(tuple(_spans(x, levels) for x in row) for row in lo)
-    return Tables(at, thresholds, work, group, size_of, hop, codec, levels, spans, early, hard, classes)
+    paid = None if relaxed else _paid(costs, at)
+    return Tables(at, thresholds, work, group, size_of, hop, codec, levels, spans, early, hard, classes, paid)
+
+
+def _paid(costs: Costs, at: Ints) -> Floats | None:
+    """What tied weights add to a step, as a running sum over positions, given the host of the first stage.
+
+    Exact where that stage is the first reader, as in a language model whose head is its embedding.
+    """
+    if not costs.w.shared:
+        return None
+    out = np.zeros((len(at), len(costs.net), len(costs.net)))
+    for w in costs.w.shared:
+        out[at > w.last] += w.size_bytes * costs.both_s_per_byte + costs.both_latency_s
+    return out
 
 
 def _pair_matrix(a: Floats, group: Ints, member: Ints) -> Floats:
@@ -227,14 +242,16 @@ class Found:
     thresholds_of: Ints
     states: list[list[Floats]]  # per step, per class in `classes`+0: (m, A)
     skip: bool
+    starts: Ints | None = None
 
     def chain(self, a: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return _walk_back(self, a)
 
 
-def sweep(t: Tables, orders: Ints, thresholds_of: Ints, *, skip: bool = True) -> Found:
+def sweep(t: Tables, orders: Ints, thresholds_of: Ints, *, skip: bool = True, starts: Ints | None = None) -> Found:
     """Run every pair (orders[a], thresholds[thresholds_of[a]]). `skip` False: every device of the order is used.
 
+    `starts`: the device of each pair's first stage, so that tied weights count; None: any, and they do not.
     Pairs lie along the last axis, so that every numpy call runs over long rows.
     """
     a_count, steps = orders.shape
@@ -265,8 +282,8 @@ def sweep(t: Tables, orders: Ints, thresholds_of: Ints, *, skip: bool = True) ->
                     np.minimum.reduce(sums, axis=0, out=entered[part])
                 enter[k] = entered[unsort]
         if skip or s == 0:
-            enter[0][0] = 0.0
-        out = advance(t, enter, dev, thresholds_of)
+            enter[0][0] = 0.0 if starts is None else np.where(dev == starts, 0.0, INF)
+        out = advance(t, enter, dev, thresholds_of, starts)
         states.append([out[k] for k in ks])
         groups[slot[:, s], pairs] = grp
         for k in t.classes:
@@ -278,7 +295,7 @@ def sweep(t: Tables, orders: Ints, thresholds_of: Ints, *, skip: bool = True) ->
             else:
                 best_of[k][0] = now
         done = np.minimum(done, out[0][-1]) if skip else out[0][-1]
-    return Found(done, t, orders, thresholds_of, states, skip)
+    return Found(done, t, orders, thresholds_of, states, skip, starts)
 
 
 def _slots(group: Ints) -> tuple[Ints, list[int]]:
@@ -291,9 +308,13 @@ def _slots(group: Ints) -> tuple[Ints, list[int]]:
     return slot, [int(x) for x in seen]
 
 
-def advance(t: Tables, enter: dict[int, Floats], dev: Ints, thresholds_of: Ints) -> dict[int, Floats]:
+def advance(
+    t: Tables, enter: dict[int, Floats], dev: Ints, thresholds_of: Ints, starts: Ints | None = None
+) -> dict[int, Floats]:
     """Place a stage of dev[a] after entering at every position: enter[k] (m, A) by hop class -> F[k] (m, A)."""
     work = np.ascontiguousarray(t.work_s[dev].T)
+    if starts is not None and t.paid_s is not None:
+        work = work + t.paid_s[:, starts, dev]
     out: dict[int, Floats] = {}
     pairs = np.arange(len(dev))
     tables = {ki: _sparse(g - work, t.levels) for ki, g in enter.items()}
@@ -372,8 +393,13 @@ def _walk_back(found: Found, a: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         value = float(path[ko][s, q])
         work = t.work_s[d, q] - t.work_s[d, :q]
         spent = work + t.codec_s[ko, q]
+        begins = found.skip or s == 0
+        if found.starts is not None:
+            begins = begins and d == found.starts[a]
+            if t.paid_s is not None:
+                work = work + t.paid_s[q, found.starts[a], d] - t.paid_s[:q, found.starts[a], d]
         fits = np.arange(q) >= t.lo_hard[d, q]
-        if fits[0] and (found.skip or s == 0) and spent[0] <= limit and _close(work[0], value):
+        if fits[0] and begins and spent[0] <= limit and _close(work[0], value):
             return tuple(reversed(hosts)), tuple(reversed(starts))
         nearest = np.arange(s - 1, -1 if found.skip else s - 2, -1)
         best = (INF, s, q, ko)

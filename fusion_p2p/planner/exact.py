@@ -95,18 +95,39 @@ class _Level:
 
 
 def _solve(costs: Costs, devices: Sequence[int], at: Ints, thresholds: Floats) -> tuple[Floats, list[Solution | None]]:
-    """Held-Karp over subsets with cuts: F[subset][last][q] as in dp.py, every subset of a size in one call."""
+    """Held-Karp over subsets with cuts: F[subset][last][q] as in dp.py, every subset of a size in one call; where
+    weights are tied, once for each device that may hold the first stage."""
     t = dp.build(costs, thresholds, at, np.arange(len(costs.net)))  # every device its own group
-    b, m = len(thresholds), len(t.at)
+    starts: list[int | None] = list(range(len(devices))) if t.paid_s is not None else [None]
+    best = np.full(len(thresholds), INF)
+    chains: list[Solution | None] = [None] * len(thresholds)
+    for start in starts:
+        trips, found = _solve_from(costs, devices, t, start)
+        for j in np.flatnonzero(trips < best).tolist():
+            best[j], chains[j] = trips[j], found[j]
+    return best, chains
+
+
+def _solve_from(
+    costs: Costs, devices: Sequence[int], t: Tables, start: int | None
+) -> tuple[Floats, list[Solution | None]]:
+    b, m = len(t.thresholds), len(t.at)
     levels: list[_Level] = []
     best = np.full(b, INF)
     end: list[tuple[int, int, int] | None] = [None] * b
+    first = None if start is None else devices[start]
     for size in range(1, len(devices) + 1):
-        pairs = [(s, e) for s in _subsets(len(devices), size) for e in range(len(devices)) if s >> e & 1]
+        pairs = [
+            (s, e)
+            for s in _subsets(len(devices), size)
+            for e in range(len(devices))
+            if s >> e & 1 and (start is None or (s >> start & 1 and (size == 1 or e != start)))
+        ]
         dev = np.repeat(np.array([devices[e] for _, e in pairs]), b)
         of = np.tile(np.arange(b), len(pairs))
         enter = _enter(t, devices, pairs, levels[-1] if levels else None, b, m)
-        out = {k: v.T.reshape(len(pairs), b, m) for k, v in dp.advance(t, enter, dev, of).items()}
+        placed = dp.advance(t, enter, dev, of, None if first is None else np.full(len(dev), first))
+        out = {k: v.T.reshape(len(pairs), b, m) for k, v in placed.items()}
         levels.append(_Level({p: i for i, p in enumerate(pairs)}, out))
         last = out[0][:, :, -1]
         for j in np.flatnonzero(last.min(axis=0) < best).tolist():
@@ -119,9 +140,11 @@ def _solve(costs: Costs, devices: Sequence[int], at: Ints, thresholds: Floats) -
         if e is None:
             chains.append(None)
             continue
-        hosts = _order(t, devices, levels, e, j)
-        found = dp.sweep(t, np.array([hosts]), np.array([j]), skip=False)
-        chains.append(_scored(costs, found.chain(0), float(thresholds[j])))
+        hosts = _order(t, devices, levels, e, j, first)
+        found = dp.sweep(
+            t, np.array([hosts]), np.array([j]), skip=False, starts=None if first is None else np.array([first])
+        )
+        chains.append(_scored(costs, found.chain(0), float(t.thresholds[j])))
     return best, chains
 
 
@@ -139,15 +162,16 @@ def _enter(
         for i, (s, e) in enumerate(pairs):
             rest = s & ~(1 << e)
             for d in range(len(devices)):
-                if rest >> d & 1:
-                    j = before.index[rest, d]
+                if (j := before.index.get((rest, d), -1)) >= 0:
                     for k in t.classes:
                         hop = t.hop_s[k][:, :, devices[e], devices[d]].T[:, t.size_of]
                         np.minimum(enter[k][i], before.values[k][j] + hop, out=enter[k][i])
     return {k: np.ascontiguousarray(v.reshape(-1, m).T) for k, v in enter.items()}
 
 
-def _order(t: Tables, devices: Sequence[int], levels: list[_Level], end: tuple[int, int, int], j: int) -> list[int]:
+def _order(
+    t: Tables, devices: Sequence[int], levels: list[_Level], end: tuple[int, int, int], j: int, first: int | None
+) -> list[int]:
     """Hosts, first to last, of the chain that ends in state `end` at the last position under threshold j."""
     level, s, e = end
     q, ko = len(t.at) - 1, 0
@@ -157,12 +181,15 @@ def _order(t: Tables, devices: Sequence[int], levels: list[_Level], end: tuple[i
         before, rest = levels[level - 1], s & ~(1 << e)
         dev = devices[e]
         work = t.work_s[dev, q] - t.work_s[dev, :q]
+        paid = 0.0
+        if first is not None and t.paid_s is not None:
+            paid = t.paid_s[q, first, dev] - t.paid_s[:q, first, dev]
         best: tuple[float, int, int, int] | None = None
         for d in range(len(devices)):
-            if rest >> d & 1:
+            if (rest, d) in before.index:
                 for k in t.classes:
                     hop = t.hop_s[k][:, j, dev, devices[d]][t.size_of[:q]]
-                    v = before.values[k][before.index[rest, d], j, :q] + hop + work
+                    v = before.values[k][before.index[rest, d], j, :q] + hop + work + paid
                     fits = work + t.codec_s[k, :q] + t.codec_s[ko, q] <= limit
                     v = np.where(fits & (np.arange(q) >= t.lo_hard[dev, q]), v, INF)
                     p = int(v.argmin())

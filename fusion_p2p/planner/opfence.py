@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fusion_p2p.errors import InputError
-from fusion_p2p.planner import bound, dp, exact, orders
+from fusion_p2p.planner import bound, dp, exact, orders, rings
 from fusion_p2p.planner.bound import Component
 from fusion_p2p.planner.costs import INF, Chain, Costs, Score
 from fusion_p2p.planner.dp import Ints
@@ -21,6 +22,8 @@ FASTEST = 8  # devices that are always considered
 NEAR = 4  # a cut may wait for a cheaper one up to 1/NEAR of the pace away
 SPARE = 12  # devices that no chain found so far uses, kept in orders that are looked at closely
 SCREENED = 8  # orders whose chains are scored after screening
+WRAPPED = 2.0  # of its memory that a chain may take which another device relieves at both ends
+RINGS, STARTS = 8, 6  # of tied weights: rings polished; devices tried for the first stage
 LOCAL_ORDERS = 24  # neighbour orders of one round of local search
 DOUBT, RISK = 1.5, 1 / 3  # links may be this many times slower than measured; the weight of that case
 SPREAD = np.array([1.02, 1.2, 1.45, 1.8, 2.4, 3.5])  # first thresholds, in units of the bound's bottleneck
@@ -122,11 +125,9 @@ class Search:
         costs = self.costs
         devices = range(len(costs.net))
         if self.skip and len(devices) <= exact.MOST_DEVICES:
-            small = exact.best_of_all_orders(costs, devices, self._allowed())
-            ok = small is not None and small[1].fits
-            return [Best(*small, small[0].hosts, small[1].bottleneck_s)] if small is not None and ok else []
-        trip, _ = bound.cheapest_hop(costs)
+            return self._small()
         self.group = dp.groups_of(costs)
+        trip, _ = bound.cheapest_hop(costs)
         candidates = orders.candidate_orders(self.fences, trip, costs.work_s[:, -1])
         if not self.skip:  # both ends of the model lie on given devices: the direction matters
             candidates = orders.distinct(o for c in candidates for o in (c, c[::-1]))
@@ -138,8 +139,34 @@ class Search:
         found.sort(key=_rank)
         if self.local_rounds:
             found = self._local(found)
-        found = [b for b in [*found, *self._hedged(found, at)] if b.score.fits]
+        found = [b for b in [*found, *self._rings(found), *self._hedged(found, at)] if b.score.fits]
         return sorted(found, key=lambda b: regret_s(costs, b.chain, b.score))[: self.finalists]
+
+    def _small(self) -> list[Best]:
+        """The true optimum, and rings where weights are tied."""
+        costs, at = self.costs, self._allowed()
+        every = range(len(costs.net))
+        found = [exact.best_of_all_orders(costs, every, at)]
+        if costs.w.shared:
+            found.append(exact.best_of_all_orders(costs.without_shared(), every, at))
+            roomy = costs.without_shared(WRAPPED)
+            found += [exact.best_of_all_orders(roomy, [d for d in every if d != x], at) for x in every]
+        chains = [(c.hosts, c.cuts, s.bottleneck_s) for c, s in (f for f in found if f is not None)]
+        best = [Best(*self._fit(h, cuts, pace_s), h, pace_s) for h, cuts, pace_s in chains]
+        best += self._rings(best)
+        return sorted((b for b in best if b.score.fits), key=_rank)[:1]
+
+    def _rings(self, found: list[Best]) -> list[Best]:
+        """Chains that end where they begin, where a tied weight would else travel; the best few, polished."""
+        if not self.costs.w.shared or self.pinned is not None or not self.skip:
+            return []
+        order = found[0].order if found else tuple(range(len(self.costs.net)))
+        made = []
+        for hosts, cuts in rings.candidates(self.costs, [b.chain for b in found], self._allowed()):
+            chain, score = self.costs.fit(hosts, cuts)
+            if score.fits:
+                made.append(Best(chain, score, order, score.bottleneck_s))
+        return [self._polish(b) for b in sorted(made, key=_rank)[:RINGS]]
 
     def _hedged(self, found: list[Best], at: Ints) -> list[Best]:
         """Chains along the best orders that would be best if every link were DOUBT times slower than measured."""
@@ -177,10 +204,12 @@ class Search:
         relaxed: bool = False,
         doubt: float = 1.0,
         beat_s: float = INF,
+        starts: Sequence[int | None] = (),
     ) -> list[Best]:
         """The best chains of the best few orders over their thresholds (one sweep), best first.
 
         thresholds: (b,) for every order, or (orders, b). Those at which no chain beats `beat_s` are not tried.
+        `starts`: per order the device of its first stage, so that tied weights count (empty, or all None: any will do).
         """
         costs = self.costs if doubt == 1.0 else self.costs.with_slower_links(doubt)
         grid = np.broadcast_to(thresholds, (len(candidates), thresholds.shape[-1]))
@@ -191,7 +220,8 @@ class Search:
         every, of = np.unique(grid[i, j], return_inverse=True)
         asked = {d for order in candidates for d in order}
         t = dp.build(costs, every, at, self.group, relaxed=relaxed, devices=asked)
-        f = dp.sweep(t, np.array(candidates)[i], of, skip=self.skip)
+        first = np.array(starts)[i] if starts and starts[0] is not None else None
+        f = dp.sweep(t, np.array(candidates)[i], of, skip=self.skip, starts=first)
         value = np.full(grid.shape, INF)
         value[i, j] = f.round_trip_s + paced[i, j]
         limit = np.sort(value.min(axis=1))[min(len(candidates), SCREENED if relaxed else 4) - 1]
@@ -228,6 +258,16 @@ class Search:
         out: Ints = allowed[keep]
         return out
 
+    def _starts(self, found: list[Best]) -> Sequence[int | None]:
+        """Devices worth trying for the first stage: those near the last one, where tied weights are to travel."""
+        if not self.costs.w.shared:
+            return [None]
+        w = max(self.costs.w.shared, key=lambda w: w.size_bytes)
+        last = [b.chain.hosts[-1] for b in found]
+        used = dict.fromkeys(h for b in found for h in b.chain.hosts)
+        away = {h: min(float(w.size_bytes * self.costs.both_s_per_byte[h, e]) for e in last) for h in used}
+        return sorted(used, key=lambda h: away[h])[:STARTS]
+
     def _thinned(self, at: Ints) -> Ints:
         """At most about SCREEN_POSITIONS of `at`: of each equal share of the work, the one with the least bytes."""
         if len(at) <= SCREEN_POSITIONS:
@@ -241,15 +281,20 @@ class Search:
 
     def _refine(self, found: list[Best], at: Ints) -> list[Best]:
         """Narrow the threshold around the best ones, orders and their reverses, in two sweeps."""
-        of: dict[orders.Order, float] = {}
+        of: dict[tuple[orders.Order, int | None], float] = {}
         for b in found[:2]:
-            of.setdefault(b.order, b.threshold_s)
-            of.setdefault(b.order[::-1], b.threshold_s)
+            for order in (b.order, b.order[::-1]):
+                for start in self._starts(found[:2]):
+                    of.setdefault((order, start), b.threshold_s)
         grid = np.array(list(of.values()))[:, None] * np.geomspace(1 / 1.3, 1.25, 7)
         best_s = found[0].score.step_s if found[0].score.fits else INF
-        found = sorted([*self._best_of(list(of), grid, at, beat_s=best_s), *found], key=_rank)[: self.finalists]
+        starts = [start for _, start in of]
+        again = self._best_of([order for order, _ in of], grid, at, beat_s=best_s, starts=starts)
+        found = sorted([*again, *found], key=_rank)[: self.finalists]
         fine = found[0].threshold_s * np.geomspace(0.96, 1.03, 7)
-        again = self._best_of(orders.distinct(b.order for b in found[:2]), fine, at, beat_s=best_s)
+        ends = {(b.order, b.chain.hosts[0] if self.costs.w.shared else None): None for b in found[:2]}
+        starts = [start for _, start in ends]
+        again = self._best_of([order for order, _ in ends], fine, at, beat_s=best_s, starts=starts)
         return sorted([*again, *found], key=_rank)[: self.finalists]
 
     def _polish(self, best: Best) -> Best:

@@ -192,13 +192,19 @@ def estimator() -> Iterator[Row]:
     yield from estimator_rows.rows()
 
 
+def real() -> Iterator[Row]:
+    from tests.bench import opfence_real
+
+    yield from opfence_real.rows()
+
+
 def main(args: list[str]) -> int:
-    options = arguments(__doc__ or "", "fewer draws and networks").parse_args(args)
+    options = arguments(__doc__ or "", "fewer draws and networks, no real swarms, no timed operators").parse_args(args)
     count = 3 if options.quick else 10
     rows = [*ratios(count), *step_times(count), *predictions(), *optimum(20 if options.quick else 50)]
     rows += [*planning_time(2 if options.quick else 5), *robustness(2 if options.quick else 5)]
     if not options.quick:
-        rows += estimator()
+        rows += [*estimator(), *real()]
     return report(rows, options.json)
 
 

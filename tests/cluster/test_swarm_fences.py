@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import sys
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -68,7 +71,24 @@ async def two_sites(folder: Path, count: int) -> AsyncIterator[list[tuple[Board,
         yield swarm
 
 
-def test_six_peers_in_two_sites_elect_two_fences(tmp_path: Path) -> None:
+CONFIG = """
+[model]
+family = "gpt2"
+[model.gpt2]
+layers = 4
+width = 128
+context = 64
+[data]
+path = "book.txt"
+tokenizer = "bytes"
+"""
+
+
+def test_six_peers_in_two_sites_elect_two_fences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(CONFIG)
+    Path("book.txt").write_text("the cat sat on the mat and the dog sat on the log.\n" * 60)
+
     async def main() -> None:
         async with two_sites(tmp_path, 6) as swarm:
             stands: list[list[str]] = []
@@ -89,6 +109,8 @@ def test_six_peers_in_two_sites_elect_two_fences(tmp_path: Path) -> None:
             peers = await board.peers()
             assert {p.peer: p.leader for p in peers} == {p.peer: views[p.fence].leader for p in peers}
             await the_plans_input_is_theirs(board, stands)
+            fence = {p.peer: p.fence for p in await board.peers()}
+            await the_plan_crosses_once(await swarm[0][0].transport.addresses(), fence)
 
     async def all_is_published(board: Board) -> bool:
         members = sorted(v.members for v in await board.fences())
@@ -99,6 +121,17 @@ def test_six_peers_in_two_sites_elect_two_fences(tmp_path: Path) -> None:
         peers = await board.peers()
         fences = {frozenset(group) for group in (await read_links(board, peers)).fences}
         assert fences == {frozenset(p.peer for p in peers if p.fence == s[0]) for s in stands}
+
+    async def the_plan_crosses_once(addresses: tuple[str, ...], fence: dict[str, str]) -> None:
+        command = sys.executable, "-m", "peer.cli_run", "plan", "run.toml", "--swarm", addresses[0]
+        process = await asyncio.create_subprocess_exec(
+            *command, "--every-device", "--json", stdout=asyncio.subprocess.PIPE
+        )
+        found = json.loads((await process.communicate())[0])
+        assert sorted(map(len, found["fences"])) == [3, 3]
+        hosts = [p["peer"] for p in found["plan"]["placement"]]
+        assert set(hosts) == set(fence)
+        assert sum(fence[a] != fence[b] for a, b in pairwise(hosts)) == 1
 
     uvloop.run(main())
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -39,6 +39,7 @@ class Buddy:
         self._transport, self._store, self._folder, self._settings = transport, store, folder, settings
         self._held: dict[tuple[str, int], dict[int, _Held]] = {}
         self._coming = 0  # bytes that are being fetched
+        self.others_want: Callable[[str], bool] = lambda blob: False  # a stage that is hosted here has the same bytes
 
     async def keep(self, message: Keep, trainer: str) -> Kept:
         """Fetch and keep the snapshot; `Kept.reason` says why it is not kept."""
@@ -85,5 +86,5 @@ class Buddy:
         return ((run, held) for (run, _), ticks in self._held.items() for held in ticks.values())
 
     def _discard(self, blob: str) -> None:
-        if not self.wants(blob):
+        if not self.wants(blob) and not self.others_want(blob):
             self._store.delete(blob)

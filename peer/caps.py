@@ -5,6 +5,7 @@ Traffic is what p2pd read, as the kernel counts it: each byte of a stream passes
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import msgspec
 
 PAYLOAD = 0.95  # of a cap; the rest is the transport's own envelope, the board and control streams
 BLOB_SHARE = 0.25  # of a cap, for snapshots
+
+
+SPILL_SHARE = 0.25
 
 
 class Traffic(msgspec.Struct):
@@ -106,3 +110,8 @@ def over_disk(folder: Path, cap_bytes: int | None) -> str:
     if held <= cap_bytes:
         return ""
     return f"{held / 2**30:.2f} GiB are held for others, more than --disk {cap_bytes / 2**30:.2f} GiB"
+
+
+def spill_bytes(folder: Path, cap_bytes: int | None) -> int:
+    """How much of the disk outboxes may take when memory is short: a part of --disk, or of what is free now."""
+    return int(SPILL_SHARE * (shutil.disk_usage(folder).free if cap_bytes is None else cap_bytes))

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from fusion_p2p.frame import Frame, Kind
 from peer import wire
@@ -22,37 +23,64 @@ from peer.wire import Answer, Cursor, Header, Open
 Bound = Callable[[int, Kind, int], int]
 """(src stage, kind, value id) -> most payload bytes; raises WireError or FrameError if no such frame is expected."""
 
+MAX_KEPT = 1 << 17  # frames in an outbox, small as they may be
 MAX_HASHES = 4096  # 16-byte hashes of accepted frames that a receiver keeps per channel
+
+
+class Stored(Protocol):
+    """A payload that lies on disk."""
+
+    def read(self) -> bytes: ...
+
+    def drop(self) -> None: ...
 
 
 class Record(NamedTuple):
     """What to put on the stream: a frame, or only its header when `payload` is None (the receiver has it)."""
 
     header: Header
-    payload: bytes | None
+    payload: bytes | Stored | None
 
 
-class _Kept(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Kept:
+    """A frame in an outbox, without its payload; `payload` None: dropped meanwhile."""
+
     cursor: Cursor
     frame: Frame
     digest: bytes
+    length: int
+    payload: bytes | Stored | None
 
 
 class Outbox:
     """The sender's half. Frames are kept until acknowledged and then until `trim`, as long as all that is kept does not
-    pass `log_bytes` (0: an edge that is not logged). What was dropped for want of room can no longer be asked for."""
+    pass `log_bytes` in memory (0: an edge that is not logged) and `spill_bytes` on disk. What was dropped for want of
+    room can no longer be asked for. `spillable` names what should go to disk, `spilled` says that it is there."""
 
-    def __init__(self, run: bytes, src: int, dst: int, incarnation: int, *, log_bytes: int, start: Cursor) -> None:
+    def __init__(
+        self,
+        run: bytes,
+        src: int,
+        dst: int,
+        incarnation: int,
+        *,
+        log_bytes: int,
+        start: Cursor,
+        spill_bytes: int = 0,
+    ) -> None:
         self._run, self.src, self.dst, self.incarnation, self._log_bytes = run, src, dst, incarnation, log_bytes
+        self._spill_bytes = self._may_spill = spill_bytes if log_bytes else 0
         self._trimmed = start
-        self._kept: deque[_Kept] = deque()
+        self._kept: deque[Kept] = deque()
         self._next = start  # number of the next frame pushed
         self._base = start  # frames below are gone
         self._acked = start
         self._sent = start  # frames below were put on some stream before
         self._skip_below = start  # the receiver has these
         self._position = 0  # index into _kept of the next record
-        self.held_bytes = 0
+        self.held_bytes = 0  # in memory and on disk
+        self.disk_bytes = 0
         self.unacked_bytes = 0
 
     @property
@@ -77,11 +105,13 @@ class Outbox:
         if frame.tick < self._next.tick:
             raise WireError(f"frame {self.src}->{self.dst} of tick {frame.tick} after tick {self._next.tick}")
         cursor = self._next if frame.tick == self._next.tick else Cursor(frame.tick, 0)
-        self._kept.append(_Kept(cursor, frame, wire.digest(frame.payload)))
+        payload, size = frame.payload, len(frame.payload)
+        bare = Frame(frame.kind, frame.src, frame.dst, frame.value, frame.tick, frame.micro_batch, b"")
+        self._kept.append(Kept(cursor, bare, wire.digest(payload), size, payload))
         self._next = cursor.after()
-        self.held_bytes += len(frame.payload)
+        self.held_bytes += size
         if cursor >= self._acked:
-            self.unacked_bytes += len(frame.payload)
+            self.unacked_bytes += size
 
     def resume(self, cursor: Cursor) -> None:
         """The receiver's answer to Open: go on from `cursor`. ResumeGap if frames from there on are gone."""
@@ -106,11 +136,11 @@ class Outbox:
         f = kept.frame
         header = Header(
             self._run, epoch, self.incarnation, f.kind, f.src, f.dst, f.value, f.tick, f.micro_batch,
-            kept.cursor.index, len(f.payload), kept.digest,
+            kept.cursor.index, kept.length, kept.digest,
         )  # fmt: skip
-        has_it = kept.cursor < self._skip_below
+        has_it, payload = kept.cursor < self._skip_below, kept.payload
         self._drop()
-        return Record(header, None if has_it else f.payload)
+        return Record(header, None if has_it else payload)
 
     def ack(self, cursor: Cursor) -> None:
         """The receiver has every frame below `cursor`. WireError if it was never sent."""
@@ -122,22 +152,79 @@ class Outbox:
 
     def trim(self, tick: int) -> None:
         """A complete set at `tick` exists: frames of earlier ticks are not asked for again."""
-        self._trimmed = max(self._trimmed, Cursor(tick, 0))
+        self._trimmed, self._spill_bytes = max(self._trimmed, Cursor(tick, 0)), self._may_spill
         self._drop()
 
     def _set_acked(self, cursor: Cursor) -> None:
         self._acked = cursor
-        self.unacked_bytes = sum(len(k.frame.payload) for k in self._kept if k.cursor >= cursor)
+        unacked = 0
+        for kept in reversed(self._kept):  # of which there are few
+            if kept.cursor < cursor:
+                break
+            unacked += kept.length
+        self.unacked_bytes = unacked
 
     def _drop(self) -> None:
         """Forget what is acknowledged and need not be kept; never what has still to go out or be compared."""
         while self._position > 0 and self._kept[0].cursor < self._acked:
-            if self._kept[0].cursor >= self._trimmed and self.held_bytes <= self._log_bytes:
+            most = self._log_bytes + self._spill_bytes
+            if self._kept[0].cursor >= self._trimmed and self.held_bytes <= most and len(self._kept) <= MAX_KEPT:
                 return
             gone = self._kept.popleft()
             self._position -= 1
             self._base = gone.cursor.after()
-            self.held_bytes -= len(gone.frame.payload)
+            self._forget(gone)
+
+    def _forget(self, gone: Kept) -> None:
+        self.held_bytes -= gone.length
+        if gone.payload is not None and not isinstance(gone.payload, bytes):
+            self.disk_bytes -= gone.length
+            gone.payload.drop()
+        gone.payload = None
+
+    # --- on disk
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.held_bytes - self.disk_bytes
+
+    @property
+    def crowded(self) -> bool:
+        """More is in memory than may be, and some of it can go to disk."""
+        return bool(self._spill_bytes) and self.memory_bytes > self._log_bytes + self.unacked_bytes
+
+    def spillable(self) -> list[Kept]:
+        """The oldest acknowledged frames in memory, a quarter of what may be there, once it is half full."""
+        if not self._spill_bytes or self.memory_bytes <= self._log_bytes // 2:
+            return []
+        out, size = [], 0
+        for kept in self._kept:
+            if kept.cursor >= self._acked or size >= self._log_bytes // 4:
+                break
+            if isinstance(kept.payload, bytes) and kept.length:
+                out.append(kept)
+                size += kept.length
+        return out
+
+    def spilled(self, moved: Sequence[Kept], stored: Sequence[Stored]) -> None:
+        """These payloads are on disk now."""
+        for kept, where in zip(moved, stored, strict=True):
+            if kept.payload is None:
+                where.drop()
+            else:
+                kept.payload = where
+                self.disk_bytes += kept.length
+
+    def disk_is_full(self) -> None:
+        """Until the next set no more is kept than memory may hold: with a frame missing, disk would be of no use."""
+        self._spill_bytes = 0
+        self._drop()
+
+    def clear(self) -> None:
+        """The channel is over."""
+        while self._kept:
+            self._forget(self._kept.popleft())
+        self._position = 0
 
 
 class Take(enum.Enum):

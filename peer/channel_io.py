@@ -36,7 +36,7 @@ class ChannelSettings:
 
     `unacked_bytes`: a sender waits beyond this much sent but unacknowledged; `queue_bytes`: a receiver reads no
     further beyond this much received but not taken; `log_bytes`: a logged outbox keeps this much for a
-    replay. All three per channel.
+    replay in memory and, once that is half full, `spill_bytes` on disk. All per channel.
     """
 
     beat_s: float = 2.0
@@ -47,6 +47,21 @@ class ChannelSettings:
     unacked_bytes: int = 256 << 20
     queue_bytes: int = 256 << 20
     log_bytes: int = 1 << 30
+    spill_bytes: int = 0
+
+
+def executor_settings(memory_bytes: int, spill_bytes: int, beat_s: float, dead_s: float) -> ChannelSettings:
+    """What streams may hold of an executor's memory: per channel a thirty-second part under way at either end, and a
+    sixteenth for a replay. A stage has two or three channels that carry tensors."""
+    under_way = max(16 << 20, min(256 << 20, memory_bytes // 32))
+    return ChannelSettings(
+        beat_s=beat_s,
+        dead_s=dead_s,
+        unacked_bytes=under_way,
+        queue_bytes=under_way,
+        log_bytes=log_bytes(memory_bytes),
+        spill_bytes=spill_bytes,
+    )
 
 
 class Silence(TransportError):
@@ -193,10 +208,12 @@ async def run_sender(
             while gate.is_set() and (record := outbox.take(opening.epoch)) is not None:
                 head = wire.pack_header(record.header)
                 before = writer.bytes_sent
-                if record.payload is None:
+                payload = record.payload
+                if payload is None:
                     await writer.write(_TAGS[Tag.DIGEST] + head)
                 else:
-                    await writer.write(_TAGS[Tag.FRAME] + head, record.payload)
+                    data = payload if isinstance(payload, bytes) else await asyncio.to_thread(payload.read)
+                    await writer.write(_TAGS[Tag.FRAME] + head, data)
                 counted(writer.bytes_sent - before)
             await (wake if gate.is_set() else gate).wait()
 

@@ -224,7 +224,8 @@ class Daemon:
         start = Start(
             control_address=transport.control_address, device=device, threads=max(1, o.threads // count),
             memory_bytes=o.memory_bytes // count, vram_bytes=o.vram_bytes, upload_bytes_per_s=share,
-            blobs=str(o.home / "blobs"), beat_s=o.beat_s, dead_s=o.dead_s,
+            blobs=str(o.home / "blobs"), spill_bytes=caps.spill_bytes(o.home, o.disk_bytes) // count,
+            beat_s=o.beat_s, dead_s=o.dead_s,
         )  # fmt: skip
         return ExecutorProcess(
             start,

@@ -26,7 +26,7 @@ from fusion_p2p.errors import FrameError, FusionError
 from fusion_p2p.frame import TRAINER
 from fusion_p2p.snapshot import chunks
 from peer.blobs import BlobStore, fetch_blob
-from peer.channel_io import ChannelSettings, log_bytes
+from peer.channel_io import executor_settings
 from peer.control_io import MessageStream
 from peer.devices import measure
 from peer.errors import BlobError, RefusedError
@@ -63,6 +63,7 @@ from peer.protocol import (
 )
 from peer.ratelimit import Limiter
 from peer.selfdial import SelfDial
+from peer.spill import Spill
 
 log = logging.getLogger("peer.executor")
 
@@ -81,8 +82,8 @@ class Executor:
         self, stream: MessageStream[ToExecutor], start: Start, transport: SelfDial, limit: MemoryLimit
     ) -> None:
         self._stream, self._start, self._transport, self._limit = stream, start, transport, limit
-        kept = log_bytes(start.memory_bytes)
-        self._settings = ChannelSettings(beat_s=start.beat_s, dead_s=start.dead_s, log_bytes=kept)
+        self._settings = executor_settings(start.memory_bytes, start.spill_bytes, start.beat_s, start.dead_s)
+        self._spill = Spill(Path(start.blobs), start.device.replace(":", "-"), start.spill_bytes)
         self._limiter = Limiter(start.upload_bytes_per_s)
         self._store = BlobStore(Path(start.blobs))
         self._hosted: dict[Key, Hosted] = {}
@@ -184,7 +185,7 @@ class Executor:
         hosted.links = Links(
             self._transport, me, run, a.epoch, bound=built.stage.bound, start_tick=message.first_tick,
             logged=lambda dst: message.logged or dst == TRAINER,  # losses and reports are few bytes: always kept
-            settings=self._settings, limiter=self._limiter, notify=self._compute.wake,
+            settings=self._settings, limiter=self._limiter, spill=self._spill, notify=self._compute.wake,
             on_event=lambda event: self._on_event(hosted, event),
         )  # fmt: skip
         await hosted.links.__aenter__()
@@ -297,7 +298,7 @@ class Executor:
             run=hosted.key[0], stage=hosted.key[1], incarnation=links.me.incarnation, tick=hosted.stage.tick,
             waiting_for=waiting[:300], waited_s=waited_s, bytes_sent=links.bytes_sent(),
             resident_bytes=self._limit.held() + links.held_bytes(), held_up_s=hosted.held_up_s,
-            accepted=links.accepted(hosted.stage_flops),
+            accepted=links.accepted(hosted.stage_flops), outbox_share=links.outbox_share(),
         )  # fmt: skip
 
     async def _say(self, message: FromExecutor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from typing import TYPE_CHECKING
 
@@ -11,14 +12,18 @@ import msgspec
 from dht.transport import Stream
 from fusion_p2p.errors import FrameError
 from fusion_p2p.frame import Frame, Kind
-from peer.channel import Inbox, Outbox
+from peer.channel import Inbox, Kept, Outbox
 from peer.channel_io import STREAM_ERRORS, Refusal, run_receiver, run_sender
 from peer.errors import ResumeGap, StaleError, WireError
 from peer.protocol import Endpoint, data_protocol
+from peer.spill import Spill
 from peer.wire import WIRE_VERSION, Header, Open
 
 if TYPE_CHECKING:
     from peer.links import Links
+
+
+log = logging.getLogger(__name__)
 
 
 class LinkEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,18 +64,45 @@ class Sender:
         self._lost = False
         self._reason = "the plan names no host yet"
         self._full_since = 0.0
+        self._moving: asyncio.Task[None] | None = None  # frames on their way to disk
         self.bytes_sent = 0
 
     def push(self, frame: Frame) -> None:
         was_full = self.full
         self.outbox.push(frame)
         self.wake.set()
+        self.spill_if_due()
         if self.full and not was_full:
             self._full_since = _now()
 
     @property
     def full(self) -> bool:
-        return self.outbox.unacked_bytes > self._links.settings.unacked_bytes
+        moving = self._moving is not None and self.outbox.crowded
+        return moving or self.outbox.unacked_bytes > self._links.settings.unacked_bytes
+
+    def spill_if_due(self) -> None:
+        """Let the disk have what memory should not hold."""
+        if self._moving is None and self._links.spill is not None and (frames := self.outbox.spillable()):
+            self._moving = asyncio.ensure_future(self._move_to_disk(self._links.spill, frames))
+
+    async def _move_to_disk(self, spill: Spill, frames: list[Kept]) -> None:
+        payloads = [k.payload if isinstance(k.payload, bytes) else b"" for k in frames]
+        try:
+            stored = await asyncio.to_thread(spill.write, payloads)
+        except OSError as error:
+            stored, why = None, str(error)
+        else:
+            why = f"{spill.used_bytes} of {spill.most_bytes} bytes are taken"
+        self._moving = None
+        if stored is None:
+            log.warning("stage %d keeps no more on disk for stage %d: %s", self.outbox.src, self.outbox.dst, why)
+            self.outbox.disk_is_full()
+        else:
+            self.outbox.spilled(frames, stored)
+            self.spill_if_due()
+        if not self.full:
+            self.room.set()
+            self._links.check_room()
 
     def move(self, endpoint: Endpoint | None, epoch: int) -> None:
         """Go on sending to `endpoint` (None: nowhere), under the trainer's `epoch`."""
@@ -82,6 +114,9 @@ class Sender:
     async def close(self) -> None:
         self.room.set()
         await _end(self._task)
+        if self._moving is not None:
+            await asyncio.wait({self._moving})
+        await asyncio.to_thread(self.outbox.clear)
 
     async def _run(self, before: asyncio.Task[None] | None, endpoint: Endpoint | None, epoch: int) -> None:
         await _end(before)
@@ -137,6 +172,7 @@ class Sender:
         if self._lost:
             self._links.report("back", self.outbox.dst, "")
         self._down_since, self._lost = None, False
+        self.spill_if_due()
         if not self.full:
             self.room.set()
             self._links.check_room()
@@ -148,6 +184,9 @@ class Sender:
         peer = self._endpoint.peer if self._endpoint else ""
         if self._down_since is not None:
             phase, waited_s, reason = "connect", _now() - self._down_since, self._reason
+        elif self.full and self._moving is not None and self.outbox.crowded:
+            phase, waited_s = "spill", _now() - self._full_since
+            reason = f"{self.outbox.memory_bytes} bytes are kept for stage {self.outbox.dst} and go to disk"
         elif self.full:
             phase, waited_s = "acknowledgement", _now() - self._full_since
             reason = f"{self.outbox.unacked_bytes} bytes not acknowledged by stage {self.outbox.dst}"

@@ -24,6 +24,7 @@ from peer.errors import ChannelClosed, WireError
 from peer.link_ends import LinkEvent, Receiver, Sender, Wait
 from peer.protocol import Endpoint, Took, data_protocol
 from peer.ratelimit import Limiter
+from peer.spill import Spill
 from peer.wire import Answer, Cursor, Open
 
 log = logging.getLogger(__name__)
@@ -49,11 +50,13 @@ class Links:
         start_tick: int = 0,
         settings: ChannelSettings | None = None,
         limiter: Limiter | None = None,
+        spill: Spill | None = None,
         on_event: Callable[[LinkEvent], None] = lambda event: None,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         self.transport, self.me, self.run, self.epoch, self.plan = transport, me, bytes.fromhex(run), epoch, 0
         self.settings, self.limiter, self.on_event = settings or ChannelSettings(), limiter or Limiter(None), on_event
+        self.spill = spill
         self.gate = asyncio.Event()
         self.gate.set()
         self._bound, self._logged, self._start, self._notify = bound, logged, Cursor(start_tick, 0), notify
@@ -142,7 +145,15 @@ class Links:
         sender = self._senders.get(frame.dst)
         if sender is None:
             me, log_bytes = self.me, self.settings.log_bytes if self._logged(frame.dst) else 0
-            outbox = Outbox(self.run, me.stage, frame.dst, me.incarnation, log_bytes=log_bytes, start=self._start)
+            outbox = Outbox(
+                self.run,
+                me.stage,
+                frame.dst,
+                me.incarnation,
+                log_bytes=log_bytes,
+                start=self._start,
+                spill_bytes=self.settings.spill_bytes if self.spill is not None else 0,
+            )
             sender = self._senders[frame.dst] = Sender(self, outbox)
             sender.move(self._endpoints.get(frame.dst), self.epoch)
         sender.push(frame)
@@ -163,6 +174,7 @@ class Links:
         """A complete set at `tick` exists: no frame of an earlier tick is asked for again."""
         for sender in self._senders.values():
             sender.outbox.trim(tick)
+            sender.spill_if_due()
             sender.room.set()
         for receiver in self._receivers.values():
             receiver.inbox.trim(tick)
@@ -258,9 +270,13 @@ class Links:
             if src != TRAINER
         }
 
+    def outbox_share(self) -> float:
+        """How full the fullest logged outbox is, of what it may hold in memory; over 1 some of it lies on disk."""
+        return max((s.outbox.held_bytes / self.settings.log_bytes for s in self._senders.values()), default=0.0)
+
     def held_bytes(self) -> int:
-        """Payload bytes in outboxes and in frames not yet taken."""
-        return sum(s.outbox.held_bytes for s in self._senders.values()) + sum(
+        """Payload bytes in memory: in outboxes and in frames not yet taken."""
+        return sum(s.outbox.memory_bytes for s in self._senders.values()) + sum(
             r.queued_bytes for r in self._receivers.values()
         )
 

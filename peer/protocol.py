@@ -272,6 +272,7 @@ class StageStatus(msgspec.Struct, frozen=True, tag="status", kw_only=True):
     resident_bytes: Bytes = 0
     held_up_s: Seconds = 0.0  # it has stood still so long, in all, because its neighbours did not take what it sent
     accepted: Annotated[dict[int, Took], Meta(max_length=4096)] = {}  # by neighbouring stage
+    outbox_share: Annotated[float, Meta(ge=0, le=1e9)] = 0.0  # of the memory for a replay: half full asks for a set
 
     def __post_init__(self) -> None:
         _plain(self, "waiting_for")

@@ -7,7 +7,6 @@ its state already. What the run folder holds is complete without them.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 
 from dht.errors import DhtError
@@ -16,9 +15,7 @@ from peer.errors import RefusedError
 from peer.protocol import BlobRef, Keep
 from peer.trainer_host import HostLost
 from peer.trainer_live import Live
-from peer.trainer_state import Manifest
-
-log = logging.getLogger(__name__)
+from peer.trainer_state import Manifest, StageFile
 
 
 class BuddyKeeper:
@@ -38,27 +35,32 @@ class BuddyKeeper:
                 await live.assembly.connect(live.now.plan)
             self._told = readers
 
-        async def one(stage: int, ref: BlobRef, buddy: str) -> None:
-            message = Keep(run=live.run, stage=stage, tick=manifest.tick, state=ref, readers=readers)
-            try:
-                kept = await live.assembly.host(buddy).keep(message)
-            except (HostLost, RefusedError, DhtError) as error:
-                log.info("buddy %s of stage %d: %s", buddy, stage, error)
-                return
-            if kept.reason:
-                live.say("waiting", f"{buddy[-8:]} does not keep stage {stage}'s set: {kept.reason}", peer=buddy)
-            else:
-                live.kept.setdefault(ref.hash, []).append(buddy)
-
-        asked = []
-        live.keepers = {e.hash: chosen[e.stage] for e in manifest.stages if e.stage in chosen}
-        for entry in manifest.stages:
-            if entry.stage in chosen:
-                holders = (live.transport.peer_id, *[hosts[entry.stage]] * (entry.stage in hosts))
-                asked.append(one(entry.stage, BlobRef(entry.hash, entry.size, holders), chosen[entry.stage]))
         wanted = {e.hash for e in manifest.stages}
         live.kept = {blob: peers for blob, peers in live.kept.items() if blob in wanted}
-        await asyncio.gather(*asked)
+        live.keepers = {}
+        await asyncio.gather(
+            *(self._keep(manifest.tick, e, hosts.get(e.stage, ""), chosen.get(e.stage)) for e in manifest.stages)
+        )
+
+    async def _keep(self, tick: int, entry: StageFile, host: str, buddy: str | None) -> None:
+        """Ask `buddy`; who cannot keep it is replaced at once by the next best."""
+        live, cannot = self._live, set[str]()
+        ref = BlobRef(entry.hash, entry.size, (live.transport.peer_id, *[host] * bool(host)))
+        message = Keep(run=live.run, stage=entry.stage, tick=tick, state=ref, readers=self._told)
+        while buddy is not None:
+            live.keepers[entry.hash] = buddy
+            try:
+                why = (await live.assembly.host(buddy).keep(message)).reason
+            except (HostLost, RefusedError, DhtError) as error:
+                why = str(error)
+            if not why:
+                live.kept.setdefault(entry.hash, []).append(buddy)
+                return
+            live.say("waiting", f"{buddy[-8:]} does not keep stage {entry.stage}'s set: {why}", peer=buddy)
+            cannot.add(buddy)
+            buddy = buddies(live.now.plan, [peer for peer in live.assembly.linked if peer not in cannot]).get(
+                entry.stage
+            )
 
 
 def buddies(plan: Plan, linked: Sequence[str]) -> dict[int, str]:

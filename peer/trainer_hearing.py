@@ -35,6 +35,7 @@ class Hearing:
         placed = self._live.placed
         if placed is None or not self._counts(placed.plan, peer, status) or status.stage >= placed.plan.numerics.stages:
             return
+        self._live.outbox_share[status.stage] = status.outbox_share
         self._watch.status(status, placed.links.bytes_sent())
 
     def fault(self, peer: str, fault: StageFault) -> None:

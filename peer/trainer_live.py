@@ -80,9 +80,9 @@ class Live:
     `early`: the same of hosts of the plan that is about to be in force. `excluded`: peer -> until when it gets none.
     `leaving`: hosts that serve until the next complete set and then hand over -> why; `may_stay`: those of them that
     go on serving if nobody takes their stages. `kept`: hash of the newest set's snapshots -> buddies that have it;
-    `keepers`: -> who has been asked to. `rates`: how fast devices are. `links`: as measured. `advice`: a change for the
-    next set; `script`: entries of the numeric log that are still to come. `placing` is held by whoever changes the
-    plan; incarnations below `fence` are of cuts that are over."""
+    `keepers`: -> who has been asked to. `outbox_share`: how full each stage's outboxes are. `rates`: how fast devices
+    are. `links`: as measured. `advice`: a change for the next set; `script`: entries of the numeric log that are still
+    to come. `placing` is held by whoever changes the plan; incarnations below `fence` are of cuts that are over."""
 
     transport: Transport
     swarm: Swarm
@@ -103,6 +103,7 @@ class Live:
     may_stay: set[str] = field(default_factory=set)
     kept: dict[str, list[str]] = field(default_factory=dict)
     keepers: dict[str, str] = field(default_factory=dict)
+    outbox_share: dict[int, float] = field(default_factory=dict)
     placed: Placed | None = None
     rates: Rates = field(default_factory=Rates)
     links: SwarmLinks = field(default_factory=SwarmLinks)

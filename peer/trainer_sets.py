@@ -27,6 +27,7 @@ from peer.trainer_live import AFTER_LOSS_S, Live
 from peer.trainer_state import Manifest, StageFile
 
 MAX_HELD_BYTES = 1 << 30  # of released batches that no complete set covers yet
+HALF_FULL = 0.5  # an outbox's share of its memory from which the next tick is marked
 TRIES = 5
 
 
@@ -58,6 +59,7 @@ class SetKeeper:
             bool(self._live.leaving)
             or self._live.change_due
             or bool(self._failed)
+            or max(self._live.outbox_share.values(), default=0.0) >= HALF_FULL
             or bool(interval and ticks >= 2 * interval)
             or now.links.held_bytes() > MAX_HELD_BYTES
         )
@@ -136,6 +138,7 @@ class SetKeeper:
         await asyncio.to_thread(live.folder.forget_releases, manifest.tick)
         live.now.newest = manifest
         live.now.links.trim(manifest.tick)
+        live.outbox_share.clear()  # what was reported before counts no more
         for p in live.now.plan.placement:
             try:
                 await live.assembly.host(p.peer).send(Trim(run=live.run, stage=p.stage, tick=manifest.tick))

@@ -104,6 +104,8 @@ class Volunteer:
         self.stages: dict[Key, HostedStage] = {}
         self.sessions: dict[str, Session] = {}
         self._home, self._changed, self._buddy = home, changed, buddy
+        if buddy is not None:
+            buddy.others_want = self._stages_want
         self._keeping: dict[asyncio.Task[None], str] = {}  # -> for which run
         self._empty = asyncio.Event()  # the last stage has gone
         self._going = ""  # why stages are handed over now
@@ -380,10 +382,14 @@ class Volunteer:
 
     def _discard(self, *blobs: str) -> None:
         """Delete those that no stage here has as a snapshot or waits to be built from."""
-        wanted = {b for s in self.stages.values() for b in (*s.snapshots.values(), *[s.state_hash] * (not s.accepted))}
-        for blob in set(blobs) - wanted:
-            if self._buddy is None or not self._buddy.wants(blob):
+        for blob in set(blobs):
+            if not self._stages_want(blob) and (self._buddy is None or not self._buddy.wants(blob)):
                 self.store.delete(blob)
+
+    def _stages_want(self, blob: str) -> bool:
+        return any(
+            blob in s.snapshots.values() or (blob == s.state_hash and not s.accepted) for s in self.stages.values()
+        )
 
     def _post(self, run: str, message: msgspec.Struct) -> None:
         session = self.sessions.get(run)

@@ -79,3 +79,17 @@ def test_what_is_no_blob_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
         assert kept.reason and scene.network.opened == 0
 
     run(main())
+
+
+def test_bytes_that_a_hosted_stage_has_too_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        scene = Scene(tmp_path, monkeypatch)
+        await scene.start()
+        blob = scene.theirs.put(b"the same")[0]
+        scene.buddy.others_want = lambda wanted: wanted == blob
+        for tick in range(4):
+            assert await scene.keep(0, tick, b"the same" if tick == 0 else bytes([tick])) == ""
+        scene.buddy.drop_run("r")
+        assert scene.ours.hashes() == {blob}
+
+    run(main())

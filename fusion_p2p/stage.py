@@ -17,9 +17,11 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import torch
 
+from fusion_p2p.arrivals import Arrivals
 from fusion_p2p.compute import Compute, MicroBatch
 from fusion_p2p.errors import FrameError, FusionError, InputError
 from fusion_p2p.frame import TRAINER, Frame, Kind, StepHeader, TickReport, Verdict
+from fusion_p2p.guard import FrameId, Guard, Suspicion
 from fusion_p2p.inbox import MICRO_BATCHES, Inbox, Slot
 from fusion_p2p.ir import OpDag
 from fusion_p2p.opset import dtype_of
@@ -64,6 +66,7 @@ class Stage:
 
     `window`: micro-batches between their forward and their backward at most. `clock`: seconds, for the report only.
     `compute`: what runs the operators (PyTorch's, or `jax_stage.JaxCompute`).
+    `guard`: looks at what comes in; before a frame that it names the stage stops until `pass_frame`.
     A FrameError from `offer` or `advance` ends the stage: rebuild it from a snapshot.
     """
 
@@ -81,6 +84,7 @@ class Stage:
         device: str = "cpu",
         clock: Callable[[], float] = lambda: 0.0,
         compute: type[Compute] = Compute,
+        guard: Guard | None = None,
     ) -> None:
         if window < 1:
             raise InputError(f"window = {window} of stage {program.stage} must be at least 1")
@@ -98,6 +102,9 @@ class Stage:
         self._params = {name: self._load(state, PARAM, name) for name in program.params}
         self._optimizer = Optimizer(optimizer, {n: p for n, p in self._params.items() if n in trainable})
         self._restore(state)
+        self._guard = guard
+        self._arrivals = Arrivals(program, self._inbox, self._payloads, guard)
+        self.suspicion: Suspicion | None = None  # what the guard named
         self._now = _Tick()
         self.fastest_s = dict[str, float]()  # the least that a unit of each name ("forward", ...) has taken
         self._tick_start = self._clock()
@@ -117,9 +124,14 @@ class Stage:
 
     def advance(self) -> list[Frame] | None:
         """Perform one unit, backward before forward; the frames to send, or None when every unit waits for one."""
+        if self.suspicion is not None:
+            return None
         for unit in self._units():
-            if all(self._inbox.has(slot, self.tick, m) for slot, m in unit.needs):
+            if all(self._arrivals.has(slot, self.tick, m) for slot, m in unit.needs):
                 start = self._clock()
+                self.suspicion = self._arrivals.decode(unit.needs, self.tick, self._now.header)
+                if self.suspicion is not None:
+                    return None
                 frames = unit.run()
                 took = self._clock() - start
                 self._now.spent[unit.name] = self._now.spent.get(unit.name, 0.0) + took
@@ -129,9 +141,11 @@ class Stage:
 
     def waiting_for(self) -> str:
         """The frames that the next unit lacks, in words; "" if there is work to do."""
+        if self.suspicion is not None:
+            return f"another host's word on {self.suspicion.frame}"
         lacks = ""
         for unit in self._units():
-            missing = [(slot, m) for slot, m in unit.needs if not self._inbox.has(slot, self.tick, m)]
+            missing = [(slot, m) for slot, m in unit.needs if not self._arrivals.has(slot, self.tick, m)]
             if not missing:
                 return ""
             if not lacks:
@@ -171,15 +185,21 @@ class Stage:
             needs = [] if self._stage == 0 else [(Slot(Kind.VERDICT, 0, 0), 0)]
             yield _Unit("update", needs, self._do_update)
 
+    def pass_frame(self, frame: FrameId) -> None:
+        """The suspicious frame may be used."""
+        if self._guard is not None and self.suspicion is not None and self.suspicion.frame == frame:
+            self._guard.passed(self.suspicion)
+            self.suspicion = None
+
     # --- units
 
     def _open(self) -> list[Frame]:
         self._now.header = self._header_of(self._inbox.take(Slot(Kind.STEP, TRAINER, 0), self.tick))
-        foreign = {}
+        foreign: dict[int, torch.Tensor] = {}
         for w in self.program.foreign:
-            payload = self._inbox.take(Slot(Kind.WEIGHT, w.stages[0], w.value), self.tick)
-            with _blaming(w.stages[0]):
-                foreign[w.value] = self._payloads.decode(payload, w.value)
+            x = self._arrivals.pop(Slot(Kind.WEIGHT, w.stages[0], w.value))
+            if x is not None:
+                foreign[w.value] = x
         self._compute.begin_tick(foreign)
         return [
             self._frame(Kind.WEIGHT, dst, w.value, 0, self._payloads.encode(self._compute.weights[w.value], w.value))
@@ -192,15 +212,16 @@ class Stage:
         header, m = self._opened(), self._now.forwards
         size = header.sizes[m]
         where = At(header, m)
-        data, received = {}, {}
+        data: dict[int, torch.Tensor] = {}
+        received: dict[int, torch.Tensor] = {}
         with _blaming(TRAINER):
             for v in self.program.inputs:
                 payload = self._inbox.take(Slot(Kind.DATA, TRAINER, v), self.tick, m)
                 data[v] = self._payloads.decode_data(payload, v, size)
         for e in self.program.edges_in:
-            payload = self._inbox.take(Slot(Kind.ACT, e.src, e.value), self.tick, m)
-            with _blaming(e.src):
-                received[e.value] = self._payloads.decode_forward(payload, e, where)
+            x = self._arrivals.pop(Slot(Kind.ACT, e.src, e.value), m)
+            if x is not None:
+                received[e.value] = x
         rng = RngKey(self._seed, header.step, m)
         outputs = self._compute.forward(m, MicroBatch(size, header.training, rng, data), received)
         self._now.forwards += 1
@@ -219,9 +240,7 @@ class Stage:
         where = At(header, m)
         grads: dict[int, torch.Tensor] = {}
         for e in sorted((e for e in self.program.edges_out if e.grad), key=lambda e: -e.dst):  # the latest first
-            payload = self._inbox.take(Slot(Kind.GRAD, e.dst, e.value), self.tick, m)
-            with _blaming(e.dst):
-                g = self._payloads.decode_backward(payload, e, where)
+            g = self._arrivals.pop(Slot(Kind.GRAD, e.dst, e.value), m)
             if g is not None:
                 grads[e.value] = grads[e.value] + g if e.value in grads else g
         found = self._compute.backward(m, grads, size / sum(header.sizes))
@@ -240,10 +259,7 @@ class Stage:
             above = w.above(self._stage)
             if not w.grad:
                 continue
-            so_far = None
-            if above is not None and (payload := self._inbox.take(Slot(Kind.WGRAD, above, w.value), self.tick)):
-                with _blaming(above):
-                    so_far = self._payloads.decode(payload, w.value)
+            so_far = None if above is None else self._arrivals.pop(Slot(Kind.WGRAD, above, w.value))
             sums[w.value] = total = self._compute.gradient(w.value, so_far)
             below = w.below(self._stage)
             if below is not None:

@@ -53,14 +53,16 @@ async def adopt(live: Live, newest: Manifest, replay: Replay) -> Adopted | None:
     try:
         feeds = await asyncio.to_thread(_draw, live, newest, replay)
     except InputError as error:
-        return await _anew(live, replay, str(error))
+        await _anew(live, replay, str(error))
+        return None
     plan = msgspec.structs.replace(hosts.plan, number=hosts.plan.number + 1, epoch=live.session.epoch)
     for peer, known in hosts.addresses.items():
         live.swarm.addresses.setdefault(peer, known)
     live.assembly.addresses = live.swarm.addresses
     missing = await live.assembly.adopt(plan, live.refs(newest), newest.tick)
     if len(missing) == plan.numerics.stages:
-        return await _anew(live, replay, f"no stage is where it was: {missing[0]}")
+        await _anew(live, replay, f"no stage is where it was: {missing[0]}")
+        return None
     return Adopted(plan, missing, feeds)
 
 

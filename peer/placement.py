@@ -25,6 +25,7 @@ from fusion_p2p.planner.proposal import finish, make_costs
 from peer.channel_io import log_bytes
 from peer.offers import DeviceOffer, SwarmLinks, network_of, sources
 from peer.plan_codecs import Channel, choices, ladder_for, link_codecs, neighbours, rungs_of, with_rungs
+from peer.plan_durability import interval, keepers
 from peer.plan_hosts import OPFENCE, device_of, propose, propose_by
 
 if TYPE_CHECKING:
@@ -146,6 +147,8 @@ def _plan(
     load = _Load(atoms, request.base.micro_batches, request.state_factor)
     spans = list(pairwise((0, *numerics.cuts, len(atoms))))
     windows = [load.window(a, b, h.memory_bytes, w) for (a, b), h, w in zip(spans, hosts, p.windows, strict=True)]
+    kept, upload_s = keepers(atoms, numerics.cuts, hosts, offers, request.links)
+    mark_interval = interval(request.mark_interval, upload_s, p.step_s)
     placement = tuple(
         StagePlacement(
             stage=k,
@@ -153,7 +156,8 @@ def _plan(
             device=device_of(h.device),
             incarnation=request.number,
             window=windows[k],
-            logged=0 < request.mark_interval * load.sent_bytes(a, b) <= log_bytes(h.memory_bytes),
+            buddies=kept[k],
+            logged=0 < mark_interval * load.sent_bytes(a, b) <= log_bytes(h.memory_bytes),
         )
         for k, (h, (a, b)) in enumerate(zip(hosts, spans, strict=True))
     )
@@ -164,7 +168,7 @@ def _plan(
         numerics=numerics,
         placement=placement,
         spares=tuple(dict.fromkeys(o.peer for o in offers if o.peer not in used)),
-        mark_interval=request.mark_interval,
+        mark_interval=mark_interval,
         prediction=_prediction(p),
         reasons=_reasons(
             p, [load.bytes(a, b, w) for (a, b), w in zip(spans, windows, strict=True)], offers, request, why

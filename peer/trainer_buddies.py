@@ -64,7 +64,8 @@ class BuddyKeeper:
 
 
 def buddies(plan: Plan, linked: Sequence[str]) -> dict[int, str]:
-    """Per stage a peer that can be reached and is not its host: spares first, then by load, far neighbours last.
+    """Per stage a peer that can be reached and is not its host: the one that the plan names, else spares first, then by
+    load, far neighbours last.
 
     A neighbour is likelier to be lost together with the host (one machine, one line), so others are preferred.
     """
@@ -74,7 +75,11 @@ def buddies(plan: Plan, linked: Sequence[str]) -> dict[int, str]:
     for p in plan.placement:
         near = {q.peer for q in plan.placement if abs(q.stage - p.stage) <= 1}
         free = [peer for peer in sorted(linked) if peer != p.peer]
-        if free:
+        named = [peer for peer in p.buddies if peer in free]
+        if named:
+            out[p.stage] = named[0]
+        elif free:
             out[p.stage] = min(free, key=lambda peer: (load[peer] + (peer in hosting), peer in near, peer))
+        if free:
             load[out[p.stage]] += 1
     return out

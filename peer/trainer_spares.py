@@ -42,14 +42,15 @@ class Spares:
             await asyncio.sleep(LOOK_S)
 
     def _missing(self) -> list[str]:
-        """Spares to be greeted; those that are no longer on the board are parted from."""
+        """Spares to be greeted, buddies of the plan first; those that are no longer on the board are parted from."""
         live = self._live
         there = {o.peer for o in live.swarm.known if live.may_host(o.peer)}
         greeted = [peer for peer in live.assembly.linked if not live.assembly.hosts_stage(peer)]
         for peer in greeted:
             if peer not in there:
                 live.assembly.part(peer)
-        new = sorted(there - set(live.assembly.linked))
+        named = {b for p in live.placed.plan.placement for b in p.buddies} if live.placed is not None else set()
+        new = sorted(there - set(live.assembly.linked), key=lambda peer: (peer not in named, peer))
         return new[: max(0, GREETED - len(greeted))]
 
     async def _greet(self, peer: str) -> None:

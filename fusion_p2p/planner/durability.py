@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from fusion_p2p.planner.costs import Chain, Costs, Score
+from fusion_p2p.planner.network import Network
 
 SNAPSHOT_BYTES_PER_PARAMETER = 12.0  # fp32 weight and two AdamW moments
-UPLINK_SHARE = 0.5  # of a host's idle uplink that sets may take
+UPLOAD_SHARE = 0.5  # of a host's idle uplink that sets may take
 OUTBOX_MEMORY_SHARE = 0.1  # of a device's memory for frames kept; beyond it they spill to disk
 LEAST_INTERVAL, MOST_INTERVAL = 10, 2000  # steps between marks
 
@@ -36,11 +38,11 @@ def durability(costs: Costs, chain: Chain, score: Score) -> Durability:
     bounds = chain.bounds(costs.w.atoms)
     params = [float(costs.w.parameters[a:b].sum()) for a, b in pairwise(bounds)]
     sets = tuple(p * SNAPSHOT_BYTES_PER_PARAMETER for p in params)
-    buddies = _buddies(costs, chain, sets)
+    keepers = buddies(costs.net, chain.hosts, sets)
     slowest = 0.0
-    for k, (host, buddy) in enumerate(zip(chain.hosts, buddies, strict=True)):
+    for k, (host, buddy) in enumerate(zip(chain.hosts, keepers, strict=True)):
         if buddy >= 0:
-            idle = max(0.05, 1.0 - _busy_s(costs, chain, k) / score.step_s) * UPLINK_SHARE
+            idle = max(0.05, 1.0 - _busy_s(costs, chain, k) / score.step_s) * UPLOAD_SHARE
             slowest = max(slowest, sets[k] / (float(costs.net.bandwidth_bytes_per_s[host, buddy]) * idle))
     interval = min(MOST_INTERVAL, max(LEAST_INTERVAL, math.ceil(slowest / score.step_s)))
     logged, outbox = _logged(costs, chain, interval)
@@ -52,7 +54,7 @@ def durability(costs: Costs, chain: Chain, score: Score) -> Durability:
             groups[-1].append(k + 1)
     return Durability(
         mark_interval=interval,
-        buddies=buddies,
+        buddies=keepers,
         logged=logged,
         groups=tuple(tuple(g) for g in groups),
         outbox_bytes=outbox,
@@ -75,22 +77,22 @@ def _busy_s(costs: Costs, chain: Chain, k: int) -> float:
     return total
 
 
-def _buddies(costs: Costs, chain: Chain, sets: tuple[float, ...]) -> tuple[int, ...]:
+def buddies(net: Network, hosts: Sequence[int], sets: Sequence[float]) -> tuple[int, ...]:
     """Per stage the device on another machine with the fastest link from the host, and disk for two more sets.
 
-    Spares count double and a device already named counts less, so that sets spread and survive neighbours.
+    `sets`: bytes of one set of each stage. Spares count double and a device already named counts less, so that sets
+    spread and survive neighbours. -1 where there is none.
     """
-    net = costs.net
     disk = [d.disk_bytes for d in net.devices]
     load = [0] * len(net)
     out = []
-    for k, host in enumerate(chain.hosts):
+    for k, host in enumerate(hosts):
         best, best_value = -1, 0.0
         for j, d in enumerate(net.devices):
             here = net.devices[host]
             if d.peer == here.peer or (d.node and d.node == here.node) or disk[j] < 2 * sets[k] or not d.confirmed:
                 continue
-            value = float(net.bandwidth_bytes_per_s[host, j]) * (1.0 if j in chain.hosts else 2.0) / (1 + load[j])
+            value = float(net.bandwidth_bytes_per_s[host, j]) * (1.0 if j in hosts else 2.0) / (1 + load[j])
             if value > best_value:
                 best, best_value = j, value
         if best >= 0:

@@ -7,6 +7,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,6 +71,14 @@ def test_a_buddy_is_somebody_else_who_can_be_reached(hosts: list[str], linked: s
 def test_spares_are_buddies_first_and_neighbours_last() -> None:
     assert buddies(plan_of("a", "b"), ("a", "b", "x"))[0] == "x"
     assert buddies(plan_of("a", "b", "c", "d"), ("a", "b", "c", "d"))[0] in ("c", "d")
+
+
+def test_a_buddy_that_the_plan_names_is_taken_if_it_can_be_reached() -> None:
+    plan = plan_of("a", "b")
+    placement = (msgspec.structs.replace(plan.placement[0], buddies=("b",)), plan.placement[1])
+    plan = msgspec.structs.replace(plan, placement=placement)
+    assert buddies(plan, ("a", "b", "x"))[0] == "b"
+    assert buddies(plan, ("a", "x"))[0] == "x"
 
 
 class _Judge:

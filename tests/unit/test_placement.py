@@ -340,3 +340,30 @@ def test_an_automatic_class_is_the_one_that_is_faster_in_sum() -> None:
     request = PlanRequest(base=msgspec.structs.replace(BASE, device_class="auto"))
     assert make_plan(atoms(*[1.0] * 6), mixed, request).numerics.device_class == "cpu"
     assert make_plan(atoms(*[1.0] * 6), mixed[:2], request).numerics.device_class == "cuda"
+
+
+def far_apart(*rates: tuple[int, int, float]) -> SwarmLinks:
+    """Links both ways between peers of different machines, bytes per second."""
+    both = [(a, b, r) for a, b, r in rates] + [(b, a, r) for a, b, r in rates]
+    return SwarmLinks(
+        links=tuple(Link(src=f"peer{a}", dst=f"peer{b}", bandwidth_bytes_per_s=r, latency_s=0.001) for a, b, r in both)
+    )
+
+
+def test_the_planner_names_buddies_by_link_and_marks_no_oftener_than_sets_can_be_sent() -> None:
+    peers = [replace(o, machine="") for o in offers(1e9, 1e9, 1e8, 1e8)]
+    links = far_apart((0, 1, 1e9), (0, 2, 1e6), (0, 3, 1e8), (1, 2, 1e8), (1, 3, 1e6), (2, 3, 1e6))
+    model = atoms(*[1e9] * 8, weight=4_000_000, cut=1000)
+    request = PlanRequest(base=BASE, stages=2, links=links, mark_interval=1)
+    plan = make_plan(model, peers, request)
+    hosts = {p.peer for p in plan.placement}
+    assert hosts == {"peer0", "peer1"}
+    # peer0 reaches peer1 ten times faster than spare peer3; peer1 likewise peer0
+    assert {p.peer: p.buddies for p in plan.placement} == {"peer0": ("peer1",), "peer1": ("peer0",)}
+    slow = make_plan(model, peers, replace(request, links=far_apart((0, 1, 1e5), (0, 2, 1e4), (1, 2, 1e4))))
+    assert plan.mark_interval == 1
+    assert slow.mark_interval > 1
+    none = make_plan(model, peers, replace(request, mark_interval=0))
+    assert none.mark_interval == 0 and not any(p.logged for p in none.placement)
+    here = make_plan(model, offers(1e9, 1e9, 1e8), PlanRequest(base=BASE, stages=2, mark_interval=7))
+    assert here.mark_interval == 7 and all(p.buddies == () for p in here.placement)

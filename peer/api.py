@@ -33,7 +33,16 @@ from fusion_p2p.plan import NumericLogEntry, Numerics, Plan
 from fusion_p2p.settings import OptimizerSpec
 from fusion_p2p.snapshot import from_bytes, weights, weights_blake2b
 from peer.api_loop import LoopThread
-from peer.api_open import Opened, addresses_of, channels_of, created, optimizer_of, position, reopened, replay_of
+from peer.api_open import (
+    Opened,
+    addresses_of,
+    channels_of,
+    created,
+    optimizer_of,
+    position,
+    reopened,
+    replay_of,
+)
 from peer.api_session import open_session
 from peer.data import Batch
 from peer.data_stream import SpooledSource, as_source, in_parts

@@ -121,6 +121,12 @@ def addresses_of(swarm: LocalSwarm | str | Sequence[str] | None) -> tuple[str, .
     return found
 
 
+def wanted_peers(swarm: object, allow_peers: Sequence[str]) -> int:
+    """How many volunteers are worth waiting for before the plan is made."""
+    there = swarm.peers if isinstance(swarm, LocalSwarm) else 1
+    return min(there, len(allow_peers) or there)
+
+
 def optimizer_of(
     given: OptimizerSpec | torch.optim.Optimizer | None, model: torch.nn.Module | None, clip_norm: float | None
 ) -> OptimizerSpec:

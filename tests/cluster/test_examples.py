@@ -1,4 +1,4 @@
-"""Every example runs, for two steps, as a user would start it; and a run pauses, resumes, stops and forks."""
+"""Every example runs, for two steps, as a user would start it; and every command of `fusion-run` on a real run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import csv
 import json
 import math
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import GPT2LMHeadModel
 
 from tests.cluster.trainer_process import SMALL, fusion_run, refused, script, small_run, start, wait_for_line
 from tests.cluster.volunteer_process import Peer
@@ -90,27 +92,47 @@ def logged(folder: Path, report: dict[str, Any]) -> None:
     assert [line["loss"] for line in lines if line["type"] == "step"] == losses
 
 
-def test_ctrl_c_ends_cleanly_and_a_fork_starts_from_the_checkpoint(place: Path) -> None:
+def test_the_life_of_a_run(place: Path) -> None:
+    """train, train again, list, show, eval, sample, export, fork and stop, on one real run."""
     small_run(place)
     with (place / "run.toml").open("a") as config:
         config.write("[log]\ntensorboard = true\n")
-    fusion_run(place, "train", "run.toml", "--local", "2", "--report", "r.json")
+    out = fusion_run(place, "train", "run.toml", "--local", "2", "--report", "r.json")
+    assert out.count("volunteers can see or reconstruct this run's data") == 1
     report = json.loads((place / "r.json").read_text())
     [held_out] = report["evals"]
     logged(place / "runs" / "cats", report)
+    again = refused(place, "train", "run.toml", "--local", "2")
+    assert again == "fusion-run: runs/cats holds a run already; continue it with: fusion-run resume runs/cats"
     evaluated = json.loads(fusion_run(place, "eval", "cats", "--json"))
     assert evaluated["step"] == held_out["step"] == 6
     assert held_out["loss"] == pytest.approx(evaluated["loss"], rel=1e-5)
+    shown = json.loads(fusion_run(place, "show", "cats", "--json"))
+    assert (shown["phase"], shown["step"], shown["checkpoints"][-1]["step"]) == ("done", 6, 6)
+    assert shown["numeric_log"][0]["first_step"] == 0
+    texts = [fusion_run(place, "sample", "cats", "--prompt", "the cat", "--tokens", "20") for _ in range(2)]
+    assert texts[0] == texts[1] and texts[0].startswith("the cat")
+    assert "config.json" in fusion_run(place, "export", "cats", "out")
+    exported(place / "out", place / "runs" / "cats" / "checkpoints" / "step-00000006")
+
     (place / "fork.toml").write_text(SMALL.replace('"cats"', '"kittens"').replace("steps = 6", "steps = 100000"))
     trainer = start(place, "fork", "cats", "fork.toml", "--local", "2")
     with trainer:
         assert float(wait_for_line(trainer, "^step ").split()[3]) < report["steps"][0]["loss"] - 0.02
-        trainer.send_signal(signal.SIGINT)
-        rest = trainer.communicate(timeout=20)[0]
-    assert trainer.returncode == 130
-    assert "fusion-run resume runs/kittens" in rest
-    names = {r["name"] for r in json.loads(fusion_run(place, "list", "--json"))}
-    assert names == {"cats", "kittens"}
+        wait_for_line(trainer, r"^step .* to go, .* to send")
+        assert "noted by the trainer" in fusion_run(place, "stop", "kittens")
+        rest = trainer.communicate(timeout=120)[0]
+    assert trainer.returncode == 0 and "loss over steps" in rest and "sample:" in rest
+    phases = {r["name"]: r["phase"] for r in json.loads(fusion_run(place, "list", "--json"))}
+    assert phases == {"cats": "done", "kittens": "done"}
+
+
+def exported(out: Path, checkpoint: Path) -> None:
+    """transformers loads the folder, and what it loads are the checkpoint's weights."""
+    model = GPT2LMHeadModel.from_pretrained(out)
+    saved = {k: v for path in checkpoint.glob("*.safetensors") for k, v in safetensors.torch.load_file(path).items()}
+    state = model.state_dict()
+    assert saved and all(torch.equal(state[name], t) for name, t in saved.items())
 
 
 def test_recomputing_activations_changes_no_bit(place: Path) -> None:

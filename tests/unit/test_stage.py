@@ -13,6 +13,7 @@ from fusion_p2p.pipeline import LocalPipeline
 from fusion_p2p.plan import LinkCodec
 from fusion_p2p.snapshot import from_bytes, redistribute, to_bytes, weights, weights_blake2b
 from fusion_p2p.stage import Stage
+from tests.cluster import plain
 from tests.unit import stage_models as models
 from tests.unit.stage_models import Case, relative
 
@@ -27,11 +28,6 @@ def its_own_loss(output: Any, batch: Any) -> torch.Tensor:
     return output.loss
 
 
-def without_keys(name: str, t: torch.Tensor) -> torch.Tensor:
-    """Key biases shift all scores of a query alike: their gradient is rounding noise, which Adam scales up."""
-    return torch.cat([t[:32], t[64:]]) if name.endswith("attn.c_attn.bias") else t
-
-
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_gpt2_equals_the_plain_loop(stages: int) -> None:
     case = models.gpt2()
@@ -43,37 +39,19 @@ def test_gpt2_equals_the_plain_loop(stages: int) -> None:
     everything = [torch.cat([state[n].flatten() for n in sorted(reference)]) for state in (got, reference)]
     assert relative(*everything) < 2e-6
     for name, tensor in reference.items():
-        assert relative(*(without_keys(name, t) for t in (got[name], tensor))) < 1e-5, name
+        assert relative(*(plain.without_keys(name, t) for t in (got[name], tensor))) < 1e-5, name
     model.load_state_dict(got, strict=True)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_gpt2_equals_our_order_of_tied_uses_bit_for_bit(stages: int) -> None:
-    """The reference keeps the two uses of the embedding apart until the end of the step: head first, then table."""
     case = models.gpt2()
-    model = case.model()
-    params = {n: p.detach().clone() for n, p in model.named_parameters()}
-    table, head = "transformer.wte.weight", "lm_head.weight"
-    optimizer = torch.optim.AdamW(params.values(), lr=1e-3)
-    want = []
-    for step in range(5):
-        leaves = {n: p.detach().requires_grad_() for n, p in params.items()}
-        leaves[head] = params[table].detach().requires_grad_()
-        total = 0.0
-        for m in range(case.micro_batches):
-            part = models.rows(case.batch(step), 2 * m, 2)
-            loss = torch.func.functional_call(model, leaves, kwargs=part, tie_weights=False).loss
-            loss.backward(torch.tensor(0.25))
-            total += float(loss.detach()) * 2
-        grads = {n: leaves[n].grad for n in params}
-        grads[table] = leaves[head].grad + leaves[table].grad
-        norm = sum(float(torch.linalg.vector_norm(grads[n], dtype=torch.float64)) ** 2 for n in sorted(grads)) ** 0.5
-        for n, p in params.items():
-            p.grad = grads[n] * min(1.0, 1.0 / (norm + 1e-6))
-        optimizer.step()
-        want.append(total / 8)
+    batches = [case.batch(step) for step in range(STEPS)]
+    want, params = plain.train_in_our_order(
+        case.model(), batches, lambda ps: torch.optim.AdamW(ps, lr=1e-3), micro_batch_size=2, clip_norm=1.0
+    )
     pipeline = case.pipeline(stages)
-    assert losses(pipeline, case, 5) == want
+    assert losses(pipeline, case, STEPS) == want
     got = pipeline.state_dict()
     for name, p in params.items():
         assert torch.equal(got[name], p), name

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fusion_p2p.errors import InputError
@@ -20,7 +20,7 @@ from peer.placement import PlanRequest, make_plan, proposal_of
 from peer.plan_rates import Key, Rates, corrections, names
 
 EVERY = 4  # ticks between looks
-WINDOW = 6  # ticks whose median counts
+WINDOW = 6  # ticks whose mean counts, the lowest and the highest left out
 LOOKS = 2  # in a row that must ask for a change
 MIN_GAIN_S = 0.02  # of a step: less is not worth a set and new streams
 SETUP_S = 2.0  # that a change costs beside moving state: trial steps, streams
@@ -41,9 +41,16 @@ class Advice:
 
 
 def consider(
-    plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest, *, adaptive: bool
+    plan: Plan,
+    atoms: Sequence[Atom],
+    offers: Sequence[DeviceOffer],
+    request: PlanRequest,
+    *,
+    adaptive: bool,
+    recut_s: float = 2 * SETUP_S,
 ) -> Advice:
-    """The change that saves most over the horizon, moving included, if any is worth it. `offers` as they are now."""
+    """The change that saves most over the horizon, moving included, if any is worth it. `offers` as they are now;
+    `recut_s`: what a change of cuts or codecs costs."""
     now = proposal_of(plan, atoms, offers, request)
     found: list[tuple[float, Plan, Decision]] = []
     reason = "no other plan fits"
@@ -56,7 +63,7 @@ def consider(
         if hosts(other) == hosts(plan) and other.numerics == plan.numerics:
             reason = "the plan is the best that is known"
             continue
-        setup_s = SETUP_S if pinned else 2 * SETUP_S
+        setup_s = SETUP_S if other.numerics == plan.numerics else max(recut_s, SETUP_S)
         d = weigh(now, proposal_of(other, atoms, offers, request), setup_s=setup_s)
         gain_s = d.current_step_s - d.new_step_s
         if d.switch and gain_s >= MIN_GAIN_S:
@@ -84,6 +91,12 @@ def prior_s(plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer], re
 def hosts(plan: Plan) -> tuple[Key, ...]:
     """(peer, device) of every stage, in order."""
     return tuple((p.peer, p.device) for p in sorted(plan.placement, key=lambda p: p.stage))
+
+
+def _middle(window: Iterable[float]) -> float:
+    """A mean that one odd tick does not move. (The median would not see who is slow every other tick.)"""
+    ordered = sorted(window)
+    return statistics.fmean(ordered[1:-1] if len(ordered) > 2 else ordered)
 
 
 class Adviser:
@@ -124,7 +137,7 @@ class Adviser:
     ) -> bool:
         """Take in what the stages' windows say; whether there is a reason to plan again now."""
         placed = dict(enumerate(hosts(plan)))
-        measured = {k: statistics.median(window) for k, window in self._seconds.items() if k in placed and window}
+        measured = {k: _middle(window) for k, window in self._seconds.items() if k in placed and window}
         news = self.rates.hear(corrections(placed, measured, prior_s))
         news = self.rates.use(set(placed.values()), self._elapsed_s) or news
         self._settle()

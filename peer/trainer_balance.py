@@ -50,9 +50,10 @@ class Balance:
                 self._prior = plan.number, found
             if plan is not live.now.plan or not self._adviser.should_plan(plan, self._prior[1], offers, live.links):
                 return
-            adaptive = live.options.adaptive
             offers = live.devices()  # with the rates that were just learned
-            advice = await asyncio.to_thread(consider, plan, live.atoms, offers, request, adaptive=adaptive)
+            advice = await asyncio.to_thread(
+                consider, plan, live.atoms, offers, request, adaptive=live.options.adaptive, recut_s=live.recut_s
+            )
             if plan is live.now.plan and not live.lost and self._adviser.judge(advice):
                 live.advice = advice
                 live.say("plan", f"another plan is wanted at the next set: {advice.reason}")

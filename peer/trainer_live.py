@@ -16,7 +16,7 @@ from peer.events import RunEvent, Sink
 from peer.links import Links
 from peer.offers import DeviceOffer, SwarmLinks
 from peer.placement import PlanRequest
-from peer.plan_change import Advice
+from peer.plan_change import SETUP_S, Advice
 from peer.plan_codecs import channels_of
 from peer.plan_rates import Rates
 from peer.protocol import BlobRef
@@ -111,6 +111,7 @@ class Live:
     script: list[NumericLogEntry] = field(default_factory=list)
     placing: asyncio.Lock = field(default_factory=asyncio.Lock)
     fence: int = 0
+    recut_s: float = 2 * SETUP_S  # what the last change of cuts took
 
     @property
     def request(self) -> PlanRequest:

@@ -84,7 +84,8 @@ class Switch:
 
         False if nobody would, or trial steps say that it does not pay: the old plan goes on.
         """
-        live, old = self._live, self._live.now
+        live, old, loop = self._live, self._live.now, asyncio.get_running_loop()
+        begin_s = loop.time()
         live.say("phase", f"changing cuts or codecs at step {live.step}: {reason}")
         manifest = await asyncio.to_thread(self._deal, old.newest, numerics)
         live.fence = old.number + 1
@@ -111,6 +112,7 @@ class Switch:
         entry = NumericLogEntry(live.step, plan.numerics, reason)
         await asyncio.to_thread(live.folder.append_numerics, sign(entry, live.session.owner_key))
         await self._install(plan, offers, manifest)
+        live.recut_s = loop.time() - begin_s
         live.say("plan", f"plan {plan.number}, {plan.numerics.stages} stages, {told}")
         return True
 

@@ -46,7 +46,7 @@ MEANING: dict[Kind, str] = {
     "join": "one volunteer more",
 }
 LEAST_ALIVE = 3
-SLOW_PERIOD_S, SLOW_SHARE = 0.2, 0.25
+SLOW_PERIOD_S, SLOW_SHARE = 0.04, 0.25  # short beside a stage's work: else it is the waits that are stretched
 STALL_S = 2.0
 DISK_FULL_BYTES = 1
 TAKES_AWAY: dict[Kind, int] = {"kill": 1, "freeze": 1, "cut": 1, "neighbours": 2, "leave": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from dataclasses import dataclass, field, replace
 
 from dht.transport import Transport
@@ -77,12 +78,12 @@ class Placed:
 @dataclass(slots=True, kw_only=True)
 class Live:
     """`whole` is set while every stage of the plan has a live host; `lost`: peer of the plan -> why it is gone.
-    `early`: the same of hosts of the plan that is about to be in force. `excluded`: peer -> until when it gets none.
-    `leaving`: hosts that serve until the next complete set and then hand over -> why; `may_stay`: those of them that
-    go on serving if nobody takes their stages. `kept`: hash of the newest set's snapshots -> buddies that have it;
-    `keepers`: -> who has been asked to. `outbox_share`: how full each stage's outboxes are. `rates`: how fast devices
-    are. `links`: as measured. `advice`: a change for the next set; `script`: entries of the numeric log that are still
-    to come. `placing` is held by whoever changes the plan; incarnations below `fence` are of cuts that are over."""
+    `early`: the same of hosts of the plan that is about to be in force. `excluded`: peer -> until when it gets none
+    (monotonic). `leaving`: hosts that serve until the next complete set and then hand over -> why. `kept`: hash of the
+    newest set's snapshots -> buddies that have it; `keepers`: -> who has been asked to. `outbox_share`: how full each
+    stage's outboxes are. `rates`: how fast devices are. `links`: as measured. `advice`: a change for the next set;
+    `script`: entries of the numeric log that are still to come. `placing` is held by whoever changes the plan;
+    incarnations below `fence` are of cuts that are over."""
 
     transport: Transport
     swarm: Swarm
@@ -100,7 +101,6 @@ class Live:
     early: dict[str, str] = field(default_factory=dict)
     excluded: dict[str, float] = field(default_factory=dict)
     leaving: dict[str, str] = field(default_factory=dict)
-    may_stay: set[str] = field(default_factory=set)
     kept: dict[str, list[str]] = field(default_factory=dict)
     keepers: dict[str, str] = field(default_factory=dict)
     outbox_share: dict[int, float] = field(default_factory=dict)
@@ -153,12 +153,10 @@ class Live:
         }
 
     def exclude(self, peer: str, for_s: float = math.inf) -> None:
-        self.excluded[peer] = max(self.session.clock() + for_s, self.excluded.get(peer, 0.0))
+        self.excluded[peer] = max(time.monotonic() + for_s, self.excluded.get(peer, 0.0))
 
     def may_host(self, peer: str) -> bool:
-        return (
-            peer not in self.lost and peer not in self.leaving and self.session.clock() >= self.excluded.get(peer, 0.0)
-        )
+        return peer not in self.lost and peer not in self.leaving and time.monotonic() >= self.excluded.get(peer, 0.0)
 
     def devices(self) -> list[DeviceOffer]:
         """Devices to choose from: those on the board, and the plan's living hosts whether they are on it or not.
@@ -174,16 +172,11 @@ class Live:
         free = [o if self.may_host(o.peer) else replace(o, memory_bytes=0) for o in offers.values()]
         return self.rates.correct(free)
 
-    def hand_over(self, peer: str, reason: str, *, may_stay: bool = False) -> None:
-        """`peer` serves until the next complete set, which is made soon; then its stages go elsewhere.
-
-        `may_stay`: it goes on serving if nobody takes them.
-        """
+    def hand_over(self, peer: str, reason: str) -> None:
+        """`peer` serves until the next complete set, which is made soon; then its stages go elsewhere."""
         stages = [p.stage for p in self.now.plan.placement if p.peer == peer]
         if stages and peer not in self.lost and peer not in self.leaving:
             self.leaving[peer] = reason
-            if may_stay:
-                self.may_stay.add(peer)
             for stage in stages:
                 self.say("moving", f"{peer[-8:]} hands stage {stage} over: {reason}", peer=peer, stage=stage)
 
@@ -191,13 +184,6 @@ class Live:
         """The control stream to `peer` ended: it loses what it hosts, and is not asked again at once."""
         self.exclude(peer, AFTER_LOSS_S)
         self.lose(peer, reason)
-
-    def keep(self, peer: str) -> None:
-        """A host whose stages nobody takes goes on serving."""
-        self.may_stay.discard(peer)
-        self.lost.pop(peer, None)
-        if not self.lost:
-            self.whole.set()
 
     def lose(self, peer: str, reason: str, *, moving: bool = False) -> None:
         """A host of the plan is gone: marks wait, `Repair` wakes. Does nothing the second time.
@@ -209,8 +195,6 @@ class Live:
             self.early[peer] = reason
         if not stages or peer in self.lost:
             return
-        if not moving:
-            self.may_stay.discard(peer)
         self.lost[peer] = reason
         self.leaving.pop(peer, None)
         self.assembly.abandon(peer, reason)

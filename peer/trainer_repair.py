@@ -39,9 +39,6 @@ class Repair:
                         live.say("wanted", why, stage=error.stage, wanted_peers=1, wanted_bytes=error.need_bytes)
                         said = why
                 look = True
-                for peer in [peer for peer in live.lost if why and peer in live.may_stay]:
-                    live.say("moving", f"{peer[-8:]} keeps its stages: {why}", peer=peer)
-                    live.keep(peer)
                 if why and loop.time() >= until:
                     raise RunPaused(self._farewell(why))
                 if why:

@@ -36,7 +36,7 @@ class Watch:
         self._heard.setdefault(stage, asyncio.Event()).set()
         self._sink(LinkBytes(self.bytes_sent, {k: w for k, w in self._waiting.items() if w}, dict(self._held_up_s)))
         now = self._clock()
-        if status.waited_s > LONG_WAIT_S and now - self._told.get(stage, float("-inf")) > QUIET_S:
+        if status.waited_s > LONG_WAIT_S and abs(now - self._told.get(stage, float("-inf"))) > QUIET_S:  # may go back
             self._told[stage] = now
             text = f"stage {stage} has waited {status.waited_s:.0f} s for {status.waiting_for}"
             self._sink(RunEvent(kind="waiting", text=text, time_s=now, stage=stage))

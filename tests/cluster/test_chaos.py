@@ -7,20 +7,25 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
 
 import fusion_p2p
 from fusion_p2p.errors import InputError
+from fusion_p2p.plan import LinkCodec, NumericLogEntry, Numerics
+from fusion_p2p.workload import atoms
 from peer.api import LocalSwarm, Run
 from peer.data_stream import as_source
 from peer.events import RunEvent
 from peer.lab.chaos import KINDS, Chaos, Fault, Kind, schedule
 from peer.lab.undisturbed import undisturbed_weights
+from peer.signing import new_session_key, sign
 from peer.trainer_state import RunFolder
 from tests.cluster import plain
 
@@ -58,16 +63,17 @@ def with_faults(
     ):
         for step in run.steps(steps):
             chaos.after(step.step, run.plan())
-        return run.report() | {"numerics": run.plan().numerics}, chaos, run
+        return run.report() | {"log": run.numeric_log()}, chaos, run
 
 
 def check(report: dict[str, Any], steps: int, tmp_path: Path, *, width: int = 32) -> None:
-    """Every sample counted once, and the weights are those of an undisturbed run with the same numerics."""
+    """Every sample counted once, and the weights are those of an undisturbed run that is given the numeric log."""
     assert [s["step"] for s in report["steps"]] == list(range(steps))
     expected = undisturbed_weights(
         plain.gpt2(width=width),
         as_source(plain.token_batches(steps, 8), tmp_path / "spool"),
-        numerics=report["numerics"],
+        numerics=report["log"][0].numerics,
+        log=report["log"],
         optimizer=ADAMW,
         steps=steps,
     )
@@ -82,7 +88,7 @@ def test_sixty_steps_and_five_faults(tmp_path: Path, seed: int, compression: str
     assert {f.step for f, _ in chaos.struck} == {f.step for f in faults}
     check(report, 60, tmp_path)
     if compression != "none":
-        assert {c.codec for c in report["numerics"].codecs} == {compression}
+        assert {c.codec for c in report["log"][0].numerics.codecs} == {compression}
 
 
 @pytest.mark.timeout(300)
@@ -108,16 +114,67 @@ def test_neighbours_killed_together(tmp_path: Path) -> None:
     check(report, 40, tmp_path)
 
 
-@pytest.mark.soak  # a wall-clock test: trial steps taken while all peers start hide a slow-down on two cores
 @pytest.mark.timeout(300)
-def test_a_peer_that_becomes_slow_hands_over(tmp_path: Path) -> None:
-    """The model is large enough that its stages compute most of the time."""
-    faults = (Fault(step=20, kind="slow", pick=1, steps=1000),)
-    report, chaos, _ = with_faults(faults, 80, width=384)
-    moved = [e for e in report["events"] if e["kind"] == "moving"]
-    assert {e["peer"] for e in moved} == {chaos.struck[0][1]} and "slower" in moved[0]["text"]
-    assert chaos.struck[0][1] not in {p["peer"] for p in report["plan"]["placement"]}
-    check(report, 80, tmp_path, width=384)
+def test_cuts_and_codecs_change_under_faults_as_a_numeric_log_says(tmp_path: Path) -> None:
+    """Who dies right before a change, in it, or leaves right after; the log's own weights come out."""
+    base = Numerics(cuts=(3, 9, 14), micro_batches=4, micro_batch_size=2)
+    codecs = (LinkCodec(0, 1, "topk-masked:0.2"), LinkCodec(1, 2, "int8"))
+    log = [
+        NumericLogEntry(0, base, "the first"),
+        NumericLogEntry(12, msgspec.structs.replace(base, cuts=(5, 12), codecs=codecs), "fewer"),
+        NumericLogEntry(13, msgspec.structs.replace(base, cuts=(5, 12)), "no codec any more"),
+        NumericLogEntry(27, msgspec.structs.replace(base, cuts=(2, 6, 12, 15)), "more"),
+    ]
+    key, path = new_session_key(), tmp_path / "given.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(sign(entry, key)) + b"\n" for entry in log))
+    kinds: list[tuple[int, Kind]] = [(11, "kill"), (12, "kill-executor"), (20, "freeze"), (26, "disk"), (27, "leave")]
+    faults = tuple(Fault(step=step, kind=kind, pick=step, steps=5) for step, kind in kinds)
+    report, chaos, _ = with_faults(faults, 40, stages=None, numeric_log=path)
+    assert len(chaos.struck) == len(faults)
+    assert [(e.first_step, e.numerics) for e in report["log"]] == [(e.first_step, e.numerics) for e in log]
+    check(report, 40, tmp_path)
+
+
+@pytest.mark.timeout(600)
+def test_a_peer_that_becomes_slow_is_given_less(tmp_path: Path) -> None:
+    """The model is large enough that its stages compute most of the time. How many steps it takes to see the slow one
+    depends on what else the machine does (the bound is a benchmark's); that the plan changes, that it says why, and
+    that the weights are those of the replayed log does not."""
+    most, wanted = 160, 25
+    fault = Fault(step=wanted, kind="slow", pick=1, steps=1000)
+    with (
+        LocalSwarm(peers=4) as swarm,
+        Chaos(swarm, (fault,), told=print) as chaos,
+        Run(
+            plain.gpt2(width=256), data=plain.token_batches(most, 8), optimizer=ADAMW, micro_batches=4,
+            micro_batch_size=2, swarm=swarm, compression="none", numerics="adaptive", run_dir=tmp_path / "run",
+            on=[lambda h: print(f"{h.kind}: {h.text}") if isinstance(h, RunEvent) else None],
+        ) as run,
+    ):  # fmt: skip
+        share, changed = 0.0, most
+        with closing(run.steps(most)) as steps:
+            for step in steps:
+                chaos.after(step.step, run.plan())
+                if chaos.struck and not share:
+                    share = _share(run, chaos.struck[0][1])
+                elif share and changed == most and _share(run, chaos.struck[0][1]) <= share / 2:
+                    changed = step.step
+                if step.step >= changed + 3:
+                    break
+        report = run.report() | {"log": run.numeric_log()}
+    assert changed < most, "nothing was taken from the slow peer"
+    why = [e["text"] for e in report["events"] if e["kind"] == "plan"]
+    assert any("% " in text or "%)" in text for text in why)
+    assert all(entry.reason for entry in report["log"])
+    check(report, len(report["steps"]), tmp_path, width=256)
+
+
+def _share(run: Run, peer: str) -> float:
+    """Of the model's pieces."""
+    plan = run.plan()
+    total = len(atoms(run._opened().begun.dag, 2))
+    bounds = (0, *plan.numerics.cuts, total)
+    return sum(bounds[p.stage + 1] - bounds[p.stage] for p in plan.placement if p.peer == peer) / total
 
 
 @pytest.mark.soak
@@ -126,6 +183,13 @@ def test_a_peer_that_becomes_slow_hands_over(tmp_path: Path) -> None:
 def test_three_hundred_steps_and_twenty_five_faults(tmp_path: Path, seed: int) -> None:
     report, _, _ = with_faults(schedule(seed, 25, 300), 300, compression="topk-masked:0.2")
     check(report, 300, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_three_hundred_steps_and_twenty_five_faults_with_adaptive_numerics(tmp_path: Path) -> None:
+    report, _, _ = with_faults(schedule(4, 25, 300), 300, width=128, compression="adatopk", numerics="adaptive")
+    check(report, 300, tmp_path, width=128)
 
 
 def test_a_schedule_is_a_function_of_its_seed() -> None:

@@ -116,6 +116,7 @@ class Lab:
         marks: int = 4,
         compression: str = "adatopk",
         script: tuple[NumericLogEntry, ...] = (),
+        clock: Callable[[], float] = time.time,
         replay: Replay | None = None,
         dies: bool = False,
     ) -> AsyncIterator[Trainer]:
@@ -126,7 +127,7 @@ class Lab:
         trainer = Trainer(
             transport=transport,
             swarm=Swarm(_Board(self.volunteers)),  # type: ignore[arg-type]
-            session=Session(signed_spec=signed, spec=spec, owner_key=self.key, epoch=epoch, clock=time.time),
+            session=Session(signed_spec=signed, spec=spec, owner_key=self.key, epoch=epoch, clock=clock),
             folder=self.folder,
             dag=self.captured.opdag,
             options=TrainerOptions(

@@ -276,6 +276,7 @@ class Trainer:
         live.rates.take(offers)
         live.early |= live.lost
         live.lost.clear()
+        live.outbox_share.clear()
         live.placed = Placed(
             plan=plan,
             links=await links.__aenter__(),

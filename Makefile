@@ -1,7 +1,7 @@
 # Every target sets up .venv first; nothing outside this folder is touched.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-EXTRAS := dev,examples,transformers,data,tensorboard,web
+EXTRAS := dev,examples,jax,transformers,data,tensorboard,web
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ from fusion_p2p.pipeline import LocalPipeline
 from fusion_p2p.settings import OptimizerSpec
 from fusion_p2p.snapshot import OPTIM
 from fusion_p2p.workload import atoms
-from tests import model_zoo
+from tests import model_zoo, zoo_transformers
 from tests.model_zoo import Sample
 from tests.refused_models import Refused
 
@@ -31,6 +31,7 @@ CASES = [
     pytest.param(c, id=c.name, marks=[pytest.mark.soak, pytest.mark.timeout(900)] if c in model_zoo.DEEP else [])
     for c in model_zoo.SUPPORTED
 ]
+REORDERED = {"t5"}  # cut in 8, some gradients meet in another order: equal to rounding, all others bit for bit
 
 
 @pytest.fixture(autouse=True)
@@ -133,26 +134,94 @@ def test_the_whole_in_a_pipeline_is_the_module(case: model_zoo.Case) -> None:
 def test_any_cut_trains_like_the_whole(case: model_zoo.Case) -> None:
     """2, 3, 5 and 8 stages, as far as there are atoms; the last micro-batch is smaller."""
     s = model_zoo.sample(case)
-    compare_cuts(s)
-
-
-def compare_cuts(s: Sample, **options: Any) -> None:
-    whole = trained(s, 1, 2, **options)
-    for stages in (n for n in (2, 3, 5, 8) if n <= len(atoms(s.captured.opdag))):
-        got = trained(s, stages, 2, **options)
-        assert got.edges > 0
+    whole = trained(s, 1, 2)
+    for got in cut(s, 2):
+        if case.name not in REORDERED:
+            assert_equal(got, whole)
         assert got.losses[0] == whole.losses[0]
-        # after an update: T5's gradients meet in another order, so its weights are equal to rounding only
         assert got.losses == pytest.approx(whole.losses, rel=1e-6)
         assert_near(got.gradients, whole.gradients)
         assert_near(got.state, whole.state)
+
+
+def cut(s: Sample, micro_batches: int, **options: Any) -> Iterator[Outcome]:
+    """What 2, 3, 5 and 8 stages do, as far as there are atoms."""
+    for stages in (n for n in (2, 3, 5, 8) if n <= len(atoms(s.captured.opdag))):
+        got = trained(s, stages, micro_batches, **options)
+        assert got.edges > 0
+        yield got
+
+
+def assert_equal(got: Outcome, want: Outcome) -> None:
+    """Bit for bit."""
+    assert got.losses == want.losses
+    assert all(torch.equal(t, want.gradients[n]) for n, t in got.gradients.items())
+    assert all(torch.equal(t, want.state[n]) for n, t in got.state.items())
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", model_zoo.SUPPORTED, ids=lambda c: c.name)
 def test_any_cut_trains_like_the_whole_for_twenty_steps(case: model_zoo.Case) -> None:
-    compare_cuts(model_zoo.sample(case), steps=20, optimizer=AdamW(lr=1e-3, clip_norm=1.0))
+    """Equal where the first gradient is; else no further from the whole than twice what the whole comes from itself
+    with each weight moved by one unit in its last place at the start.
+
+    Rounding grows over the steps at the model's own pace (Adam scales a gradient that is nothing but rounding, a key
+    bias's, to full steps), so that pace, measured, is the bound.
+    """
+    s = model_zoo.sample(case)
+    options = {"steps": 20, "optimizer": AdamW(lr=1e-3, clip_norm=1.0)}
+    whole = trained(s, 1, 2, **options)
+    if case.name not in REORDERED:
+        for got in cut(s, 2, **options):
+            assert_equal(got, whole)
+        return
+    moved = [trained(nudged(s, seed), 1, 2, **options) for seed in range(3)]
+    for got in cut(s, 2, **options):
+        for name, t in whole.state.items():
+            chaos = max(distance(m.state[name], t) for m in moved)
+            assert distance(got.state[name], t) <= max(1e-6 * float(t.norm()), 2 * chaos), name
+        assert got.losses == pytest.approx(whole.losses, rel=1e-6)
+
+
+def nudged(s: Sample, seed: int) -> Sample:
+    """The sample with every trainable weight one unit in the last place up or down, at random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def moved(t: torch.Tensor) -> torch.Tensor:
+        up = torch.rand(t.shape, generator=generator) < 0.5
+        return torch.nextafter(t, torch.where(up, torch.inf, -torch.inf).to(t.dtype))
+
+    trainable = {p.name for p in s.captured.opdag.params if p.trainable}
+    state = {n: moved(t) if n in trainable else t for n, t in s.captured.state.items()}
+    return replace(s, captured=replace(s.captured, state=state))
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm())
+
+
+def test_the_order_that_a_cut_changes_is_as_exact_as_the_other() -> None:
+    """Three readers of one value in three stages: the producer adds c and b + a where autograd adds a to b + c.
+
+    T5 cut in eight has such values (a cut inside a norm). Against the module in double precision neither order is the
+    better one. Without dropout, so that the module in double precision sees the same masks: none.
+    """
+    torch.manual_seed(0)
+    model, batch, _ = zoo_transformers.t5(dropout=0.0)
+    s = Sample(model, batch, None, capture(model, batch), {})
+    exact = selfcheck.copied(model).double().train()
+    exact(**batch).loss.backward()
+    want = {n: p.grad for n, p in exact.named_parameters() if p.grad is not None}
+
+    def error(got: Outcome) -> dict[str, float]:
+        return {n: distance(t, want[n]) / float(want[n].norm()) for n, t in got.gradients.items()}
+
+    whole, pieces = trained(s, 1, 1), trained(s, 8, 1)
+    assert any(not torch.equal(t, whole.gradients[n]) for n, t in pieces.gradients.items())
+    of_whole, of_pieces = error(whole), error(pieces)
+    assert max(*of_whole.values(), *of_pieces.values()) < 1e-6
+    assert sum(of_pieces.values()) < 1.25 * sum(of_whole.values())
 
 
 @pytest.mark.parametrize("case", model_zoo.REFUSED, ids=lambda c: c.name)

@@ -207,6 +207,9 @@ class _Bridge(torch.autograd.Function):
         return None, *(_to_torch(g) for g in found)
 
 
+_COMPILED: dict[tuple[Any, ...], Any] = {}  # a trial step compiles what the stage then runs
+
+
 class JaxCompute(Compute):
     """A stage's tensors, its operators run by JAX in float32. InputError names an operator or type it has not."""
 
@@ -220,14 +223,19 @@ class JaxCompute(Compute):
                 what = node.op if node.op not in OPERATORS else f"{node.op} of {lacks[0]}"
                 raise InputError(f"the JAX executor has no {what}; host this stage with PyTorch")
         self._kept = list(dict.fromkeys([*self._out, *self._updates.values()]))
-        self._compiled: dict[int, Any] = {}
+        self._same = (dag.hash, program.nodes, tuple(self._kept))  # stages alike in this share what is compiled
 
     def _evaluate(
         self, micro_batch: MicroBatch, received: Tensors, buffers: Tensors, *, grad: bool
     ) -> dict[int, torch.Tensor]:
         env = {**self._consts, **buffers, **self._leaves, **micro_batch.data, **received}
         size = micro_batch.size
-        function = self._compiled.setdefault(size, jax.jit(self._function(size)))  # traced at its first call
+        key = (*self._same, size)
+        if key not in _COMPILED:
+            if len(_COMPILED) >= 16:  # stages of this process, each at two sizes
+                _COMPILED.clear()
+            _COMPILED[key] = jax.jit(_function(self._nodes, self._dag, self._kept, size))  # traced when called
+        function = _COMPILED[key]
         wanted = [v for v, x in env.items() if grad and x.requires_grad]
         fixed = {v: _to_jax(x) for v, x in env.items() if v not in wanted}
         masks = self._masks(size, micro_batch.rng) if micro_batch.training else {}
@@ -238,25 +246,6 @@ class JaxCompute(Compute):
 
         outputs = _Bridge.apply(run, *(env[v] for v in wanted)) if wanted else map(_to_torch, run([]))  # type: ignore[no-untyped-call]
         return dict(zip(self._kept, outputs, strict=True))
-
-    def _function(self, batch: int) -> Callable[..., list[Array]]:
-        """(leaves, fixed values, masks by site) -> what is kept; traced once per batch size, with masks or without."""
-
-        def run(leaves: Mapping[int, Array], fixed: Mapping[int, Array], masks: Mapping[int, Array]) -> list[Array]:
-            env = {**fixed, **leaves}
-            for node in self._nodes:
-                args, kwargs = bind(node, batch, env.__getitem__)
-                if node.op in _MASKED:
-                    out = _MASKED[node.op](masks.get(node.site), *args, **kwargs)
-                else:
-                    out = _PLAIN[node.op](*args, **kwargs)
-                many = returns_many(node.op) or len(node.outs) > 1
-                for v, x in zip(node.outs, out if many else [out], strict=True):
-                    if v >= 0:
-                        env[v] = x.astype(_DTYPES[self._dag.values[v].dtype])
-            return [env[v] for v in self._kept]
-
-        return run
 
     def _masks(self, batch: int, rng: RngKey) -> dict[int, Array]:
         """Site -> 0/1 mask of each dropout, as PyTorch's executor draws it."""
@@ -269,6 +258,26 @@ class JaxCompute(Compute):
                     shape = (*shape[:-1], self._dag.values[node.args[1].id].at(batch)[-2])
                 out[node.site] = jnp.asarray(seeded.bernoulli(rng, node.site, shape, 1.0 - p).numpy(), "float32")
         return out
+
+
+def _function(nodes: Sequence[Node], dag: OpDag, kept: Sequence[int], batch: int) -> Callable[..., list[Array]]:
+    """(leaves, fixed values, masks by site) -> what is kept; traced once with masks and once without."""
+
+    def run(leaves: Mapping[int, Array], fixed: Mapping[int, Array], masks: Mapping[int, Array]) -> list[Array]:
+        env = {**fixed, **leaves}
+        for node in nodes:
+            args, kwargs = bind(node, batch, env.__getitem__)
+            if node.op in _MASKED:
+                out = _MASKED[node.op](masks.get(node.site), *args, **kwargs)
+            else:
+                out = _PLAIN[node.op](*args, **kwargs)
+            many = returns_many(node.op) or len(node.outs) > 1
+            for v, x in zip(node.outs, out if many else [out], strict=True):
+                if v >= 0:
+                    env[v] = x.astype(_DTYPES[dag.values[v].dtype])
+        return [env[v] for v in kept]
+
+    return run
 
 
 def _probability(node: Node) -> float:

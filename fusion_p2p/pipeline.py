@@ -99,7 +99,7 @@ class LocalPipeline:
         """Mean loss over all samples, in eval mode; changes nothing."""
         total, samples = 0.0, 0
         for batch in batches:
-            sizes, _ = self._cut(batch)
+            sizes, _ = self._cut(batch, training=False)
             total += self._run(batch, training=False) * sum(sizes)
             samples += sum(sizes)
         if not samples:
@@ -120,12 +120,12 @@ class LocalPipeline:
     def _weights(self) -> dict[str, torch.Tensor]:
         return weights(stage.snapshot() for stage in self.stages)
 
-    def _cut(self, batch: Any) -> tuple[tuple[int, ...], Parts]:
-        return cut_batch(self._dag, self._captured.feed(batch), self.numerics.micro_batch_size)
+    def _cut(self, batch: Any, *, training: bool) -> tuple[tuple[int, ...], Parts]:
+        return cut_batch(self._dag, self._captured.feed(batch), self.numerics.micro_batch_size, training=training)
 
     def _run(self, batch: Any, *, training: bool) -> float:
         """Deliver frames until every stage has reported."""
-        sizes, parts = self._cut(batch)
+        sizes, parts = self._cut(batch, training=training)
         if training and len(sizes) > self.numerics.micro_batches:
             most = self.numerics.micro_batches * self.numerics.micro_batch_size
             raise InputError(f"the batch has {sum(sizes)} samples, the pipeline takes {most} a step")

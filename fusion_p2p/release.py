@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -10,17 +11,20 @@ import torch
 from fusion_p2p.codec import FrameKey, parse
 from fusion_p2p.errors import InputError
 from fusion_p2p.frame import TRAINER, Frame, Kind, StepHeader
-from fusion_p2p.ir import BatchInt, OpDag
+from fusion_p2p.ir import BatchInt, OpDag, Ref
 from fusion_p2p.split import StageProgram
 
 Parts = Sequence[Mapping[int, torch.Tensor]]
 
 
-def cut_batch(dag: OpDag, feed: Mapping[int, torch.Tensor], micro_batch_size: int) -> tuple[tuple[int, ...], Parts]:
+def cut_batch(
+    dag: OpDag, feed: Mapping[int, torch.Tensor], micro_batch_size: int, *, training: bool
+) -> tuple[tuple[int, ...], Parts]:
     """(samples of each micro-batch, its tensors by value id); the last micro-batch may be smaller.
 
     `feed` is value id -> tensor (`Captured.feed`). A tensor whose first dimension is not the samples goes whole to
-    every micro-batch. InputError if the tensors disagree on the number of samples, or a shape is not the captured one.
+    every micro-batch. InputError if the tensors disagree on the number of samples, a shape is not the captured one, or
+    in training a micro-batch is too small for batch norm.
     """
     total = None
     for i in dag.inputs:
@@ -37,7 +41,24 @@ def cut_batch(dag: OpDag, feed: Mapping[int, torch.Tensor], micro_batch_size: in
     total = 1 if total is None else total
     starts = range(0, total, micro_batch_size)
     sizes = tuple(min(micro_batch_size, total - s) for s in starts)
+    if training and 1 in sizes and (where := _single_value_norm(dag)):
+        raise InputError(
+            f"a batch of {total} samples in micro-batches of {micro_batch_size} leaves one of a single sample, of which "
+            f"{where} has one value a channel and no variance; leave that sample out, or change the batch's size"
+        )
     return sizes, [_part(dag, feed, start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _single_value_norm(dag: OpDag) -> str:
+    """A batch norm that sees one value a channel of a single sample, which PyTorch refuses in training; "" if none."""
+    for node in dag.nodes:
+        if node.op in ("fusion.batch_norm", "fusion.batch_norm_local"):
+            shape = dag.values[next(o for o in node.outs if o >= 0)].at(1)
+            if math.prod(shape[:1] + shape[2:]) == 1:
+                names = {p.value: p.name for p in dag.params}
+                held = [names[a.id] for a in node.args if isinstance(a, Ref) and a.id in names]
+                return f"the batch norm of {held[0]!r}" if held else "a batch norm"
+    return ""
 
 
 def _part(dag: OpDag, feed: Mapping[int, torch.Tensor], start: int, size: int) -> dict[int, torch.Tensor]:

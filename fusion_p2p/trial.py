@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 import torch
 
+from fusion_p2p.compute import Compute
 from fusion_p2p.errors import FusionError
 from fusion_p2p.frame import TRAINER, Frame, Kind, StepHeader, TickReport, Verdict
 from fusion_p2p.ir import OpDag
@@ -44,6 +45,7 @@ def trial(
     window: int,
     device: str,
     clock: Callable[[], float],
+    compute: type[Compute] = Compute,
 ) -> TrialTimes:
     """Run training ticks, each by itself, up to REPEATS where they are short; the shortest counts.
 
@@ -52,7 +54,9 @@ def trial(
     best: TrialTimes | None = None
     for _ in range(REPEATS):
         start = clock()
-        times = _once(program, dag, numerics, optimizer, seed, state, window=window, device=device, clock=clock)
+        times = _once(
+            program, dag, numerics, optimizer, seed, state, window=window, device=device, clock=clock, compute=compute
+        )
         if best is None or times.forward_s + times.backward_s < best.forward_s + best.backward_s:
             best = times
         if clock() - start >= ENOUGH_S:
@@ -72,9 +76,12 @@ def _once(
     window: int,
     device: str,
     clock: Callable[[], float],
+    compute: type[Compute],
 ) -> TrialTimes:
     count = min(window, numerics.micro_batches)
-    stage = Stage(program, dag, numerics, optimizer, seed, state, window=count, device=device, clock=clock)
+    stage = Stage(
+        program, dag, numerics, optimizer, seed, state, window=count, device=device, clock=clock, compute=compute
+    )
     neighbours = _Neighbours(program, dag, numerics, seed, torch.device(device), count)
     for frame in neighbours.opening():
         stage.offer(frame)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -109,6 +111,12 @@ def _add_join(sub: argparse.ArgumentParser) -> None:
     )
     add("--threads", type=_positive, metavar="N", help="CPU threads (default: all cores)")
     add("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda:0, cuda:all (default: auto)")
+    add(
+        "--framework",
+        choices=("torch", "jax"),
+        default="torch",
+        help="what runs the operators; jax: those of GPT-2, on the CPU, needs fusion-p2p[jax] (default: torch)",
+    )
     add("--vram", type=_size, metavar="SIZE", help="most memory per CUDA device (default: all of it)")
     add("--upload-mbps", type=_rate, metavar="MBPS", help="upload cap in megabits per second (default: none)")
     add("--download-mbps", type=_rate, metavar="MBPS", help="download cap in megabits per second (default: none)")
@@ -190,6 +198,17 @@ def _relay(options: argparse.Namespace) -> float | None:
     return relay * 1e6 / 8 if relay else None
 
 
+def check_framework(framework: str, devices: Sequence[str]) -> str:
+    """InputError where JAX is asked for and not installed, or not on the CPU."""
+    from fusion_p2p.errors import InputError
+
+    if framework == "jax" and importlib.util.find_spec("jax") is None:
+        raise InputError("--framework jax needs a package: pip install 'fusion-p2p[jax]'")
+    if framework == "jax" and any(d != "cpu" for d in devices):
+        raise InputError(f"--framework jax computes on the CPU, not on {', '.join(devices)}; add --device cpu")
+    return framework
+
+
 def join_options(options: argparse.Namespace) -> JoinOptions:
     """Checked; InputError names the option at fault."""
     from dht.addresses import check_address, check_swarm_address
@@ -228,6 +247,7 @@ def join_options(options: argparse.Namespace) -> JoinOptions:
         place=options.place,
         relay_bytes_per_s=_relay(options),
         devices=names,
+        framework=check_framework(options.framework, names),
         memory_bytes=memory,
         vram_bytes=options.vram or 0,
         threads=options.threads or len(os.sched_getaffinity(0)),

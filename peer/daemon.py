@@ -58,6 +58,7 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     place: str = ""
     devices: tuple[str, ...] = ("cpu",)
+    framework: str = "torch"
     memory_bytes: int
     vram_bytes: int = 0
     threads: int
@@ -222,7 +223,8 @@ class Daemon:
         o = self._options
         _, share = caps.upload_shares(o.upload_bytes_per_s, o.relay_bytes_per_s, count)
         start = Start(
-            control_address=transport.control_address, device=device, threads=max(1, o.threads // count),
+            control_address=transport.control_address, device=device, framework=o.framework,
+            threads=max(1, o.threads // count),
             memory_bytes=o.memory_bytes // count, vram_bytes=o.vram_bytes, upload_bytes_per_s=share,
             blobs=str(o.home / "blobs"), spill_bytes=caps.spill_bytes(o.home, o.disk_bytes) // count,
             beat_s=o.beat_s, dead_s=o.dead_s,

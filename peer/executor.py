@@ -22,6 +22,7 @@ import uvloop
 from dht import p2p
 from dht.control import socket_path
 from dht.errors import DhtError
+from fusion_p2p.compute import Compute
 from fusion_p2p.errors import FrameError, FusionError
 from fusion_p2p.frame import TRAINER
 from fusion_p2p.snapshot import chunks
@@ -30,7 +31,7 @@ from peer.channel_io import executor_settings
 from peer.control_io import MessageStream
 from peer.devices import measure
 from peer.errors import BlobError, RefusedError
-from peer.executor_build import build
+from peer.executor_build import build, framework_compute
 from peer.executor_compute import ComputeThread, Hosted, Key, Snapshot
 from peer.executor_memory import MemoryLimit, gib, is_out_of_memory, limit_memory
 from peer.executor_protocol import (
@@ -79,7 +80,12 @@ class Executor:
     """`serve` runs until the daemon is gone."""
 
     def __init__(
-        self, stream: MessageStream[ToExecutor], start: Start, transport: SelfDial, limit: MemoryLimit
+        self,
+        stream: MessageStream[ToExecutor],
+        start: Start,
+        transport: SelfDial,
+        limit: MemoryLimit,
+        operators: type[Compute],
     ) -> None:
         self._stream, self._start, self._transport, self._limit = stream, start, transport, limit
         self._settings = executor_settings(start.memory_bytes, start.spill_bytes, start.beat_s, start.dead_s)
@@ -91,6 +97,7 @@ class Executor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._compute = ComputeThread(self._report_failure)
+        self._operators = operators
 
     async def serve(self) -> None:
         self._compute.start()
@@ -175,7 +182,7 @@ class Executor:
         except TimeoutError as error:
             why = f"stage {a.stage}: its {message.state.size} bytes did not come within {FETCH_S:.0f} s"
             raise RefusedError("state", why) from error
-        job = self._compute.call(lambda: build(message, path, self._limit, self._start.threads))
+        job = self._compute.call(lambda: build(message, path, self._limit, self._start.threads, self._operators))
         built = await asyncio.wrap_future(job)
         hosted = Hosted((run, a.stage), built.stage, message.numerics.threads)
         hosted.stage_flops = built.stage_flops
@@ -337,11 +344,12 @@ async def run(connection: socket.socket) -> None:
     if not isinstance(start, Start):
         raise SystemExit("the daemon did not say how to start")
     _prepare_torch(start)
+    operators = framework_compute(start.framework)  # before the limit: its libraries are no stage's memory
     inner = await p2p.attach(start.control_address)
     transport = SelfDial(inner, socket_path(start.control_address).parent)
     try:
         await Executor(
-            stream, start, transport, limit_memory(start.device, start.memory_bytes, start.vram_bytes)
+            stream, start, transport, limit_memory(start.device, start.memory_bytes, start.vram_bytes), operators
         ).serve()
     except (ConnectionError, TimeoutError, DhtError) as error:
         log.info("the daemon is gone: %s", error)

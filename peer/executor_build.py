@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from fusion_p2p.admit import Caps, admit
+from fusion_p2p.compute import Compute
 from fusion_p2p.errors import FusionError
 from fusion_p2p.ir import OpDag
 from fusion_p2p.plan import Numerics
@@ -37,7 +38,16 @@ class Built(msgspec.Struct, frozen=True):
     stage_flops: dict[int, float]
 
 
-def build(host: HostStage, state_path: Path, limit: MemoryLimit, threads: int) -> Built:
+def framework_compute(framework: str) -> type[Compute]:
+    """What runs operators in "torch" or "jax". JAX is loaded here; InputError where it is not installed."""
+    if framework == "jax":
+        from fusion_p2p.jax_stage import JaxCompute
+
+        return JaxCompute
+    return Compute
+
+
+def build(host: HostStage, state_path: Path, limit: MemoryLimit, threads: int, compute: type[Compute]) -> Built:
     """RefusedError (admission, policy, memory, state) if this executor cannot or will not host the stage."""
     if host.numerics.threads > threads:
         raise RefusedError(
@@ -49,7 +59,7 @@ def build(host: HostStage, state_path: Path, limit: MemoryLimit, threads: int) -
     before = limit.held()
     limit.reset_peak()
     try:
-        return _build(host, state_path, limit, before)
+        return _build(host, state_path, limit, before, compute)
     except RefusedError:
         raise
     except FusionError as error:
@@ -63,7 +73,7 @@ def build(host: HostStage, state_path: Path, limit: MemoryLimit, threads: int) -
         _release_memory()
 
 
-def _build(host: HostStage, state_path: Path, limit: MemoryLimit, before: int) -> Built:
+def _build(host: HostStage, state_path: Path, limit: MemoryLimit, before: int, compute: type[Compute]) -> Built:
     stage = host.assignment.stage
     dag = admit(host.opdag, caps=Caps(batch=host.numerics.micro_batch_size, value_bytes=limit.cap_bytes))
     if dag.hash != host.assignment.opdag_hash:
@@ -79,10 +89,11 @@ def _build(host: HostStage, state_path: Path, limit: MemoryLimit, before: int) -
     state = from_bytes(state_path.read_bytes())
     times = TrialTimes(0.0, 0.0, 0.0)
     if host.trial:
-        times = _trial(host, program, dag, state, limit)
+        times = _trial(host, program, dag, state, limit, compute)
     made = Stage(
         program, dag, host.numerics, host.spec.optimizer, host.spec.seed, state,
         first_tick=host.first_tick, window=host.window, device=limit.device, clock=time.monotonic,
+        compute=compute,
     )  # fmt: skip
     peak = max(limit.peak(), limit.held())
     if peak > limit.cap_bytes:
@@ -101,11 +112,16 @@ def stage_flops(dag: OpDag, numerics: Numerics) -> dict[int, float]:
 
 
 def _trial(
-    host: HostStage, program: StageProgram, dag: OpDag, state: dict[str, torch.Tensor], limit: MemoryLimit
+    host: HostStage,
+    program: StageProgram,
+    dag: OpDag,
+    state: dict[str, torch.Tensor],
+    limit: MemoryLimit,
+    compute: type[Compute],
 ) -> TrialTimes:
     times = trial(
         program, dag, host.numerics, host.spec.optimizer, host.spec.seed, state,
-        window=host.window, device=limit.device, clock=time.monotonic,
+        window=host.window, device=limit.device, clock=time.monotonic, compute=compute,
     )  # fmt: skip
     _release_memory()
     return times

@@ -167,6 +167,8 @@ def _environment(threads: int) -> dict[str, str]:
     return os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
+        "NPROC": str(threads),  # what XLA takes for the number of cores
+        "JAX_PLATFORMS": "cpu",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic matrix products on CUDA
         "PYTHONPATH": os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p),
     }

@@ -33,10 +33,12 @@ MAX_PRIVATE_MESSAGE = 2 * MAX_MESSAGE  # a StageOffer of the largest size is pas
 
 class Start(msgspec.Struct, frozen=True, tag="start", kw_only=True):
     """First. `memory_bytes`: most that the process may hold; `upload_bytes_per_s` None: no cap; `blobs`: the folder of
-    snapshots, in which outboxes may have `spill_bytes` too; `vram_bytes` 0: all of the device's."""
+    snapshots, in which outboxes may have `spill_bytes` too; `vram_bytes` 0: all of the device's; `framework`: what
+    runs the operators, "torch" or "jax"."""
 
     control_address: str
     device: str
+    framework: str
     threads: int
     memory_bytes: int
     vram_bytes: int

@@ -346,7 +346,7 @@ class Trainer:
 
     async def _release(self, feed: Mapping[int, torch.Tensor], training: bool) -> asyncio.Future[TickResult]:
         live = self._live
-        sizes, parts = cut_batch(live.dag, feed, live.now.plan.numerics.micro_batch_size)
+        sizes, parts = cut_batch(live.dag, feed, live.now.plan.numerics.micro_batch_size, training=training)
         await self._slots.acquire()
         async with self._turn:
             now = live.now

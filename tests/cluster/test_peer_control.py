@@ -225,7 +225,7 @@ async def train(t: Trainer, links: Links, ticks: int) -> list[float]:
     """Release `ticks` ticks of one batch; the summed losses of each."""
     programs = split(t.got.opdag, ())
     batch = t.got.feed((torch.ones(8, 8),))
-    sizes, parts = cut_batch(t.got.opdag, batch, 4)
+    sizes, parts = cut_batch(t.got.opdag, batch, 4, training=True)
     for tick in range(ticks):
         for frame in release(t.got.opdag, programs, tick, StepHeader(True, tick, sizes), parts):
             await links.send(frame)

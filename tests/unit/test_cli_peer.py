@@ -9,7 +9,7 @@ import pytest
 from dht.errors import RecordError
 from fusion_p2p.errors import InputError
 from peer import cli_peer
-from peer.cli_peer_options import join_options, parser
+from peer.cli_peer_options import check_framework, join_options, parser
 from peer.daemon import Daemon
 
 BAD = [
@@ -37,6 +37,17 @@ def test_a_place_is_words_and_nothing_that_could_be_found_on_a_map() -> None:
     options = parser().parse_args(["join", "--place", "northern Spain"])
     assert join_options(options).place == "northern Spain"
     assert join_options(parser().parse_args(["join"])).place == ""
+
+
+def test_jax_where_it_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_framework("torch", ("cuda:0",)) == "torch"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"--framework jax needs a package: pip install 'fusion-p2p\[jax\]'"):
+        check_framework("jax", ("cpu",))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert check_framework("jax", ("cpu",)) == "jax"
+    with pytest.raises(InputError, match="computes on the CPU, not on cuda:0; add --device cpu"):
+        check_framework("jax", ("cuda:0",))
 
 
 def test_memory_in_which_no_executor_lives_is_refused() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from fusion_p2p.errors import InputError
 from fusion_p2p.frame import Frame, Kind
 from fusion_p2p.optim import SGD, AdamW
 from fusion_p2p.pipeline import LocalPipeline
@@ -114,6 +115,30 @@ def test_evaluation_equals_the_module_in_eval_mode() -> None:
     with torch.no_grad():
         want = float(case.model().eval()(**case.batch(3)).loss)
     assert case.pipeline(2).evaluate([case.batch(3)]) == pytest.approx(want, rel=1e-6)
+
+
+def test_shorter_sequences_are_padded_to_the_captured_length() -> None:
+    """Padding that nothing looks at and labels that nothing counts: the module's own loss on the short batch."""
+    case = models.gpt2()
+    short = {k: t[:, :7] for k, t in case.batch(3).items()}
+    with pytest.raises(InputError, match=r"shape \(8, 7\), captured as \(samples, 12\); pad or cut each batch"):
+        case.pipeline(2).train_step(short)
+    fill = {"input_ids": 0, "labels": -100}
+    padded = {k: torch.nn.functional.pad(t, (0, 5), value=fill[k]) for k, t in short.items()}
+    want = float(case.model()(**short).loss.detach())
+    assert case.pipeline(2).train_step(padded) == pytest.approx(want, rel=1e-6)
+
+
+def test_a_single_sample_left_over_for_batch_norm_is_refused_before_anything_runs() -> None:
+    case = models.skip_net()
+    x, y = case.batch(0)
+    pipeline = case.pipeline(2)
+    with pytest.raises(InputError, match=r"7 samples in micro-batches of 3 .* batch norm of 'net\.norm\.weight'"):
+        pipeline.train_step((x[:7], y[:7]))
+    assert pipeline.evaluate([(x[:7], y[:7])]) > 0
+    pipeline.train_step((x, y))
+    images = models.resnet()  # its batch norms see many values of a single sample
+    images.pipeline(2, micro_batch_size=1, micro_batches=6).train_step(images.batch(0))
 
 
 def test_unused_parameter_is_left_alone() -> None:

@@ -45,7 +45,7 @@ def released(stages: list[Stage]) -> list[Frame]:
     frames: list[Frame] = []
     step = 0
     for tick, training in enumerate(TICKS):
-        sizes, parts = cut_batch(case.captured.opdag, case.captured.feed(case.batch(tick)), 3)
+        sizes, parts = cut_batch(case.captured.opdag, case.captured.feed(case.batch(tick)), 3, training=True)
         header = StepHeader(training, step, sizes)
         frames += release(case.captured.opdag, [s.program for s in stages], tick, header, parts)
         step += training
@@ -213,7 +213,9 @@ def test_labels_outside_the_embedding_are_refused() -> None:
     with pytest.raises(InputError, match=r"holds .*50, but the model indexes 0\.\.49"):
         case.captured.feed(batch | {"input_ids": torch.full_like(batch["input_ids"], 50)})
     (stage,) = case.pipeline(1).stages
-    sizes, parts = cut_batch(dag, {v: torch.full_like(x, 50) for v, x in case.captured.feed(batch).items()}, 2)
+    sizes, parts = cut_batch(
+        dag, {v: torch.full_like(x, 50) for v, x in case.captured.feed(batch).items()}, 2, training=True
+    )
     header = StepHeader(True, 0, sizes[:1])
     for frame in release(dag, [stage.program], 0, header, parts[:1]):
         stage.offer(frame)

@@ -62,9 +62,8 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 def location(stack_trace: str | None) -> str:
     """The innermost user frame of an exported node's stack trace as "file:line", or "unknown place"."""
-    frames = [f for f in _FRAME.findall(stack_trace or "") if "/torch/" not in f[0]] or _FRAME.findall(
-        stack_trace or ""
-    )
+    named = [f for f in _FRAME.findall(stack_trace or "") if not f[0].startswith("<")]
+    frames = [f for f in named if "/torch/" not in f[0]] or named
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else "unknown place"
 
 
@@ -102,6 +101,8 @@ class Lowering:
             return EnumArg(_MEMORY.get(a, str(a)))
         if isinstance(a, float) and math.isinf(a):
             return EnumArg("inf" if a > 0 else "-inf")
+        if isinstance(a, float) and math.isnan(a):
+            raise CaptureError(f"{self.here()}: {self._target()} is given the number nan; a graph holds none")
         if isinstance(a, str):
             return EnumArg(a)
         if isinstance(a, tuple | list):
@@ -157,6 +158,7 @@ class Lowering:
             elif node.op == "output":
                 self._outputs(node.args[0], signature.output_specs)
             elif node.op == "get_attr":
+                self.node = next(iter(node.users), node)  # what calls it has a place
                 raise CaptureError(
                     f"{self.here()}: the graph calls the nested region {node.target!r} (torch.cond, map or a compiled "
                     "function); write it with torch.where or plain loops"
@@ -183,15 +185,17 @@ class Lowering:
 
     def _outputs(self, outputs: Any, specs: Any) -> None:
         for out, spec in zip(outputs, specs, strict=True):
+            self.node = out if isinstance(out, fx.Node) else None  # for the place in a message
             if spec.kind == OutputKind.USER_OUTPUT:
                 self.raw.loss = self.env[out]
             elif spec.kind == OutputKind.BUFFER_MUTATION:
                 self.raw.updates[spec.target] = self.env[out]
             elif spec.kind == OutputKind.USER_INPUT_MUTATION:
-                raise CaptureError("the model writes into its input in place; clone the input first")
+                raise CaptureError(f"{self.here()}: the model writes into its input in place; clone it first")
             else:
                 raise CaptureError(
-                    f"forward changes {spec.target!r} in place ({spec.kind.name.lower()}); make it a buffer"
+                    f"{self.here()}: forward changes {spec.target!r} in place ({spec.kind.name.lower()}); make it a "
+                    "buffer"
                 )
 
     def _call(self, node: fx.Node) -> None:
@@ -213,6 +217,8 @@ class Lowering:
         self.env[node] = self.emit(name, args, node.meta["val"], kwargs)
 
     def _unknown(self, name: str) -> str:
+        if name.endswith(".generator"):
+            return f"{self.here()}: a torch.Generator cannot travel; draw without one, and the run's seed decides"
         way = _WAYS.get(name.split(".")[1] if "." in name else name, "write it with operators that SUPPORT.md lists")
         return f"{self.here()}: operator {name} is not supported; {way}"
 

@@ -6,14 +6,14 @@ import contextlib
 import io
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fusion_p2p import batch as batches
-from fusion_p2p import canonical, prepass, selfcheck
+from fusion_p2p import canonical, prepass, selfcheck, suspects
 from fusion_p2p.errors import CaptureError, InputError
 from fusion_p2p.ir import Input, OpDag, ValueSpec
 from fusion_p2p.merge import Tied, merge
@@ -221,12 +221,21 @@ def capture(model: torch.nn.Module, example_batch: Any, *, loss: Loss | None = N
     size = max(2, batches.samples(tensors))
     selfcheck.refuse_hooks(model)
 
+    def step(module: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return loss_of(call_model(module, batch), batch, loss)
+
     def exported(n: int, training: bool) -> canonical.Raw:
         work = selfcheck.copied(model)
         wrapped = _WithLoss(work, loss, example, list(tensors))
         mode = train_mode(work) if training else contextlib.nullcontext(work.eval())
-        with mode, selfcheck.own_randomness(n), selfcheck.no_dice():
-            return _export(wrapped, batches.resize(tensors, n))
+        try:
+            with mode, selfcheck.own_randomness(n), selfcheck.no_dice():
+                return _export(wrapped, batches.resize(tensors, n))
+        except selfcheck.DiceError as error:
+            with selfcheck.own_randomness(n):
+                work = selfcheck.copied(model)
+                where = suspects.place_of_change(lambda: step(work, example), selfcheck.dice_state)
+            raise CaptureError(f"{where}{error}") from None
 
     raws = [exported(n, True) for n in (size, size + 1)]
     nodes = len(raws[0].nodes)
@@ -234,11 +243,7 @@ def capture(model: torch.nn.Module, example_batch: Any, *, loss: Loss | None = N
     if len(raws[0].nodes) > nodes:
         combine(raws[1], exported(size + 1, False))
     opdag = merge(raws[0], raws[1], size, list(tensors), tied_names(model), model)
-    _check_linear(opdag, size)
-
-    def step(module: torch.nn.Module, batch: Any) -> torch.Tensor:
-        return loss_of(call_model(module, batch), batch, loss)
-
+    _check_linear(opdag, size, raws[0].where)
     check = selfcheck.SelfCheck(model, step, example, opdag, raws[0], seed)
     checks = check.run(size, train_mode)
     state = _state(model, opdag)
@@ -246,14 +251,15 @@ def capture(model: torch.nn.Module, example_batch: Any, *, loss: Loss | None = N
     return Captured(opdag=opdag, state=state, report=report, constants=batches.constants(example))
 
 
-def _check_linear(opdag: OpDag, size: int) -> None:
+def _check_linear(opdag: OpDag, size: int, where: Sequence[str]) -> None:
     """Sizes that fit two batch sizes may still be no linear function; a third size tells."""
     for n in (size, size + 1, size + 7):
         try:
             propagate(opdag, n)
         except ShapeError as error:
             raise CaptureError(
-                f"with {n} samples {error}; sizes must be the batch size times a number, plus a number"
+                f"{where[error.index]}: with {n} samples {error}; sizes must be the batch size times a number, plus a "
+                "number"
             ) from None
 
 

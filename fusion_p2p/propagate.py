@@ -27,6 +27,7 @@ class ShapeError(ValueError):
 
     def __init__(self, index: int, node: Node, reason: str) -> None:
         super().__init__(f"node {index} ({node.op}): {reason}")
+        self.index = index
 
 
 def _empty(spec: ValueSpec, batch: int) -> torch.Tensor:

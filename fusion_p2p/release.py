@@ -43,7 +43,7 @@ def cut_batch(
     sizes = tuple(min(micro_batch_size, total - s) for s in starts)
     if training and 1 in sizes and (where := _single_value_norm(dag)):
         raise InputError(
-            f"a batch of {total} samples in micro-batches of {micro_batch_size} leaves one of a single sample, of which "
+            f"{total} samples in micro-batches of {micro_batch_size} leave one of a single sample, of which "
             f"{where} has one value a channel and no variance; leave that sample out, or change the batch's size"
         )
     return sizes, [_part(dag, feed, start, size) for start, size in zip(starts, sizes, strict=True)]

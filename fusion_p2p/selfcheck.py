@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusion_p2p import arbiter, suspects
 from fusion_p2p import batch as batches
 from fusion_p2p.canonical import Raw
 from fusion_p2p.errors import CaptureError
@@ -25,7 +26,7 @@ from fusion_p2p.opset import dtype_of
 from fusion_p2p.replay import SeededRandom
 from fusion_p2p.seeded import RngKey
 
-TOLERANCE = 1e-6  # norm-relative, fp32: mostly equal bit for bit, else another order of the same sum (below 2e-7)
+TOLERANCE = 1e-6  # norm-relative, fp32; mostly equal bit for bit. A gradient beyond it: see `arbiter`
 _HALF_TOLERANCE = 2e-2  # where the graph computes in 16 bits
 
 Step = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -54,8 +55,12 @@ def copied(model: torch.nn.Module) -> torch.nn.Module:
 def refuse_hooks(model: torch.nn.Module) -> None:
     """Hooks on tensors do not survive a copy, so they are looked for."""
     for name, p in model.named_parameters():
-        if getattr(p, "_backward_hooks", None) or getattr(p, "_post_accumulate_grad_hooks", None):
-            raise CaptureError(f"parameter {name!r} has a gradient hook, which cannot travel; remove it before capture")
+        hooks = [getattr(p, kind, None) or {} for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+        for hook in (h for kind in hooks for h in kind.values()):
+            raise CaptureError(
+                f"{suspects.place(hook)}parameter {name!r} has a gradient hook, which cannot travel; remove it before "
+                "capture"
+            )
 
 
 @contextlib.contextmanager
@@ -73,18 +78,23 @@ def own_randomness(seed: int) -> Iterator[None]:
         torch.set_rng_state(torch_state)
 
 
-def _dice_state() -> tuple[Any, bytes, int]:
+def dice_state() -> tuple[Any, bytes, int]:
+    """Of Python's and numpy's global generators."""
     np_state: Any = np.random.get_state()
     return random.getstate(), np_state[1].tobytes(), np_state[2]
+
+
+class DiceError(CaptureError):
+    """A forward that rolls Python's or numpy's dice."""
 
 
 @contextlib.contextmanager
 def no_dice() -> Iterator[None]:
     """Refuse a forward that rolls Python's or numpy's global dice: the graph would hold one roll for ever."""
-    before = _dice_state()
+    before = dice_state()
     yield
-    if _dice_state() != before:
-        raise CaptureError(
+    if dice_state() != before:
+        raise DiceError(
             "forward uses Python's or numpy's random numbers, which a graph cannot hold; draw with torch (torch.rand) "
             "or pass the numbers in the batch"
         )
@@ -104,7 +114,7 @@ class SelfCheck:
         updates = [b.update for b in opdag.buffers if b.update is not None]
         self._program = Program(opdag.nodes, keep={opdag.loss, *updates})
         half = any(v.dtype in ("float16", "bfloat16") for v in opdag.values)
-        self._tol = _HALF_TOLERANCE if half else TOLERANCE
+        self._half, self._tol = half, _HALF_TOLERANCE if half else TOLERANCE
         self.worst: dict[str, float] = {}  # what was compared -> the largest relative difference, 0 left out
 
     def run(self, size: int, training: Callable[[torch.nn.Module], Any]) -> tuple[str, ...]:
@@ -156,25 +166,33 @@ class SelfCheck:
     def _training_step(self, ours: _Side, count: int, key: RngKey) -> dict[str, torch.Tensor]:
         batch, tensors = self._batch(count, key.micro_batch + key.step)
         model = self._model
-        model.zero_grad(set_to_none=True)
-        with own_randomness(hash(key) & 0xFFFFFFFF), SeededRandom(self._draws, key) as mode:
-            with no_dice():
-                theirs = self._step(model, batch)
-            if theirs.requires_grad:
-                theirs.backward()  # type: ignore[no-untyped-call]
-        mode.finish()
+        before = {n: b.clone() for n, b in model.named_buffers()}
+        theirs = self._module_step(model, batch, key)
         loss, env = self._interpret(ours, tensors, count, key, True)
         self._same("the loss", "", theirs.detach(), loss.detach())
         trainable = {p.name: ours.params[p.name] for p in self._dag.params if p.trainable}
         grads: Sequence[torch.Tensor | None] = [None] * len(trainable)
         if loss.requires_grad:
             grads = torch.autograd.grad(loss, list(trainable.values()), allow_unused=True)
-        self._compare_grads(dict(zip(trainable, grads, strict=True)))
+        far = self._compare_grads(dict(zip(trainable, grads, strict=True)))
+        if far:
+            self._arbitrate(far, before, tensors, key)
         for b in self._dag.buffers:
             if b.update is not None:
                 ours.buffers[b.name] = env[b.update].detach().clone()
         self._compare_buffers(ours)
         return {n: g for n, g in zip(trainable, grads, strict=True) if g is not None}
+
+    def _module_step(self, model: torch.nn.Module, batch: Any, key: RngKey) -> torch.Tensor:
+        """The module's loss, its gradients in the parameters, with the random tensors of the graph."""
+        model.zero_grad(set_to_none=True)
+        with own_randomness(hash(key) & 0xFFFFFFFF), SeededRandom(self._draws, key) as mode:
+            with no_dice():
+                loss = self._step(model, batch)
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+        mode.finish()
+        return loss
 
     def _eval_step(self, ours: _Side, key: RngKey) -> None:
         batch, tensors = self._batch(2, 1)
@@ -206,44 +224,90 @@ class SelfCheck:
 
     # -- comparisons -------------------------------------------------------------------------------------------
 
-    def _same(self, kind: str, name: str, a: torch.Tensor, b: torch.Tensor, scale: float = 0.0) -> None:
-        what = f"{kind} {name}".strip()
-        if a.shape == b.shape and torch.equal(a, b):
-            return
-        if a.shape != b.shape:
-            raise CaptureError(f"{what} has shape {tuple(a.shape)} in the module and {tuple(b.shape)} captured")
-        wide = torch.complex128 if a.is_complex() else torch.float64
-        gap = float((a.to(wide) - b.to(wide)).norm())
-        size = max(float(a.to(wide).norm()), scale, 1e-30)
-        self.worst[kind] = max(self.worst.get(kind, 0.0), gap / size)
-        if not gap <= self._tol * size:
-            raise CaptureError(
-                f"{what} differs between the module and its captured graph (relative {gap / size:.1e}); {_CAUSES}"
-            )
+    def _same(self, kind: str, name: str, theirs: torch.Tensor, mine: torch.Tensor) -> None:
+        gap = self._gap(kind, name, theirs, mine, 0.0)
+        if not gap <= self._tol:
+            raise self._differs(f"{kind} {name}".strip(), gap)
 
-    def _compare_grads(self, mine: Mapping[str, torch.Tensor | None]) -> None:
+    def _gap(self, kind: str, name: str, theirs: torch.Tensor, mine: torch.Tensor, floor: float) -> float:
+        """Norm-relative; of `floor` where the tensor's own norm is less. Kept in `worst`."""
+        if theirs.shape != mine.shape:
+            what = f"{kind} {name}".strip()
+            raise CaptureError(f"{what} has shape {tuple(theirs.shape)} in the module and {tuple(mine.shape)} captured")
+        if torch.equal(theirs, mine):
+            return 0.0
+        gap = arbiter.distance(theirs, mine) / max(arbiter.norm(theirs), floor, 1e-30)
+        self.worst[kind] = max(self.worst.get(kind, 0.0), gap)
+        return gap
+
+    def _differs(self, what: str, gap: float, more: str = "") -> CaptureError:
+        return CaptureError(
+            f"{what} differs between the module and its captured graph (relative {gap:.1e}{more}); {self._causes()}"
+        )
+
+    def _causes(self) -> str:
+        with own_randomness(self._seed):
+            return suspects.named(copied(self._model), lambda model: self._step(model, self._batch(2, 0)[0]))
+
+    def _compare_grads(self, mine: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """The graph's gradients that are further from the module's than the tolerance, and might yet be rounding."""
+        far: dict[str, torch.Tensor] = {}
         held = dict(self._model.named_parameters())
-        norms = [float(p.grad.norm()) for p in held.values() if p.grad is not None]
-        scale = 1e-2 * max(norms, default=0.0)
+        floor = self._floor()
         for name, g in mine.items():
             theirs = held[name].grad
             if theirs is None and g is None:
                 continue
             if theirs is None or g is None:
                 has, lacks = ("captured graph", "module") if theirs is None else ("module", "captured graph")
-                raise CaptureError(f"{name!r} has a gradient in the {has} and none in the {lacks}; {_CAUSES}")
-            self._same("the gradient", f"of {name!r}", theirs, g, scale)
+                raise CaptureError(f"{name!r} has a gradient in the {has} and none in the {lacks}; {self._causes()}")
+            gap = self._gap("the gradient", f"of {name!r}", theirs, g, floor)
+            if gap <= self._tol:
+                continue
+            if self._half or not gap <= arbiter.MOST:
+                raise self._differs(f"the gradient of {name!r}", gap)
+            far[name] = g
+        return far
+
+    def _floor(self) -> float:
+        """What a gradient that is nothing but rounding (a key bias's) is measured against: 1% of the largest."""
+        return 1e-2 * max((arbiter.norm(p.grad) for p in self._model.parameters() if p.grad is not None), default=0.0)
+
+    def _arbitrate(
+        self,
+        far: Mapping[str, torch.Tensor],
+        before: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        key: RngKey,
+    ) -> None:
+        """Raises CaptureError unless rounding explains the gradients of the graph that are far from the module's.
+
+        `before`: the module's buffers before the step.
+        """
+
+        def copies() -> torch.nn.Module:
+            model = copied(self._model)
+            with torch.no_grad():
+                for name, b in model.named_buffers():
+                    b.copy_(before[name])
+            return model
+
+        def run(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+            given = {n: t.to(dtype) if t.dtype == torch.float32 else t for n, t in tensors.items()}
+            self._module_step(model, batches.rebuild(self._example, given), key)
+            return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+        theirs = {n: p.grad for n, p in self._model.named_parameters() if p.grad is not None and n in far}
+        why = arbiter.no_rounding(copies, run, theirs, far, floor=self._floor(), tol=self._tol)
+        if why:
+            name = next(iter(far))
+            gap = arbiter.distance(theirs[name], far[name]) / max(arbiter.norm(theirs[name]), self._floor())
+            raise self._differs(f"the gradient of {name!r}", gap, f", which is no rounding: {why}")
 
     def _compare_buffers(self, ours: _Side) -> None:
         for name, theirs in self._model.named_buffers():
             if name in ours.buffers:
                 self._same("buffer", repr(name), theirs.detach(), ours.buffers[name])
-
-
-_CAUSES = (
-    "usual causes: hooks, a buffer assigned instead of updated in place, a custom autograd.Function, a Python counter "
-    "or random number"
-)
 
 
 def constants(dag: OpDag, device: torch.device) -> dict[int, torch.Tensor]:

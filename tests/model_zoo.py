@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from fusion_p2p.capture import Captured, capture
+from fusion_p2p.opset import OPS
 from tests import refused_models, zoo_transformers
 
 Built = tuple[nn.Module, Any, Any]
@@ -392,9 +394,20 @@ def support_markdown() -> str:
         "",
         *(f"- {c.about}" for c in REFUSED),
         "",
+        "## Batches",
+        "",
+        "Dimension 0 is the samples, and one capture serves any number of them: the last micro-batch may be smaller, and",
+        "weighs by its samples. (A batch norm that sees a single value a channel of a single sample is refused, as by",
+        "PyTorch.) All other dimensions are those of the example. Sequences of other lengths are padded to it: to the right",
+        "under causal attention, else with an attention mask; labels of padding are -100. The loss is then the one of the",
+        "unpadded batch. A batch of another length is refused by name. A loss that averages over the labels that count does",
+        "so within each micro-batch, as any loop that accumulates gradients does.",
+        "",
         "## Operators",
         "",
-        "See `ops_table.py`: what is not in that table is refused by name, with file and line.",
+        "What is not in this list is refused by name, with file and line.",
+        "",
+        *textwrap.wrap(", ".join(f"`{name}`" for name in OPS), 118, break_long_words=False, break_on_hyphens=False),
         "",
     ]
     return "\n".join(lines)

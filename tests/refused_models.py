@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 
 class Refused(NamedTuple):
-    """`says` is a regular expression that the CaptureError must match."""
+    """`says` is a regular expression that the CaptureError must match; each names a line of this file too."""
 
     name: str
     about: str
@@ -170,36 +170,49 @@ class AlwaysDropout(_Base):
 
 
 CASES = (
+    Refused("branch", "a Python branch on a tensor's value (use torch.where)", Branch, r"use torch.where"),
+    Refused("cond", "torch.cond (use torch.where)", Cond, r"use torch.where|with torch.where"),
+    Refused("item", ".item() and other Python numbers read from tensors", Item, r"tensor's value; use torch.where"),
+    Refused("boolean_mask", "results whose shape depends on data (boolean masks)", BooleanMask, r"mask of fixed shape"),
+    Refused("nonzero", "nonzero, unique, masked_select", NonZero, r"mask of fixed shape"),
+    Refused("unknown_operator", "operators outside the table (here: svd)", Unknown, r"linalg_svd .*SUPPORT.md lists"),
     Refused(
-        "branch", "a Python branch on a tensor's value (use torch.where)", Branch, r"refused_models.py:\d+.*torch.where"
+        "custom_function",
+        "a custom autograd.Function with a backward of its own (write it with plain operators)",
+        CustomFunction,
+        r"gradient of 'a.*'_Double' cannot travel; write it with plain operators",
     ),
-    Refused("cond", "torch.cond (use torch.where)", Cond, r"torch.cond"),
-    Refused("item", ".item() and other Python numbers read from tensors", Item, r"refused_models.py:\d+"),
+    Refused("python_dice", "Python's own random numbers (draw with torch)", PythonDice, r"draw with torch"),
+    Refused("numpy_dice", "numpy's random numbers (draw with torch)", NumpyDice, r"draw with torch"),
+    Refused("private_dice", "a private random generator in the module", PrivateDice, r"'dice' .*draw with torch"),
     Refused(
-        "boolean_mask",
-        "results whose shape depends on data (boolean masks)",
-        BooleanMask,
-        r"refused_models.py:\d+.*mask",
-    ),
-    Refused("nonzero", "nonzero, unique, masked_select", NonZero, r"refused_models.py:\d+"),
-    Refused(
-        "unknown_operator", "operators outside the table (here: svd)", Unknown, r"refused_models.py:\d+.*linalg_svd"
+        "counter", "a Python counter that changes the arithmetic (make it a buffer)", Counter, r"'n' .*in a buffer"
     ),
     Refused(
-        "custom_function", "a custom autograd.Function with a backward of its own", CustomFunction, r"gradient of 'a"
+        "assigned_buffer",
+        "a buffer assigned instead of updated in place",
+        Assigned,
+        r"'ema' is assigned; update it in place",
     ),
-    Refused("python_dice", "Python's own random numbers", PythonDice, r"random numbers"),
-    Refused("numpy_dice", "numpy's random numbers", NumpyDice, r"random numbers"),
-    Refused("private_dice", "a private random generator in the module", PrivateDice, r"random|loss|float"),
-    Refused("counter", "a Python counter that changes the arithmetic", Counter, r"loss|differ"),
-    Refused("assigned_buffer", "a buffer assigned instead of updated in place", Assigned, r"ema|assign|in place"),
-    Refused("input_write", "writing into the input in place", InputWrite, r"input"),
-    Refused("batch_branch", "a branch on the batch size", BatchBranch, r"samples"),
-    Refused("batch_float", "a Python float computed from the batch size", BatchFloat, r"integer"),
-    Refused("batch_square", "sizes that are no linear function of the batch size", BatchSquare, r"batch"),
-    Refused("generator", "an explicit torch.Generator", Generator, r"[Gg]enerator"),
-    Refused("nan_loss", "a loss that is NaN on the example", NaNLoss, r"nan|NaN"),
-    Refused("module_hook", "backward hooks that change gradients", _module_hook, r"gradient of 'first"),
-    Refused("tensor_hook", "gradient hooks on parameters", _tensor_hook, r"hook"),
-    Refused("always_dropout", "dropout that stays on in eval mode", AlwaysDropout, r"eval"),
+    Refused("input_write", "writing into the input in place (clone it first)", InputWrite, r"input in place; clone it"),
+    Refused("batch_branch", "a branch on the batch size", BatchBranch, r"with 4 samples than with 3 .*; remove it"),
+    Refused("batch_float", "a Python float computed from the batch size", BatchFloat, r"use tensor.mean\(\)"),
+    Refused(
+        "batch_square",
+        "sizes that are no linear function of the batch size",
+        BatchSquare,
+        r"sizes must be the batch size times a number",
+    ),
+    Refused("generator", "an explicit torch.Generator", Generator, r"Generator cannot travel; draw without one"),
+    Refused("nan_loss", "the number NaN in the model", NaNLoss, r"the number nan"),
+    Refused(
+        "module_hook",
+        "backward hooks that change gradients (do their work in forward)",
+        _module_hook,
+        r"gradient of 'first.*hook of 'a' cannot travel; do its work in forward",
+    ),
+    Refused(
+        "tensor_hook", "gradient hooks on parameters", _tensor_hook, r"'a.weight' has a gradient hook.*; remove it"
+    ),
+    Refused("always_dropout", "dropout that stays on in eval mode", AlwaysDropout, r"pass training=self.training"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -229,7 +230,9 @@ def test_refuses_with_reason(case: Refused) -> None:
     torch.manual_seed(0)
     with pytest.raises(CaptureError, match=case.says) as caught:
         capture(case.build(), torch.randn(3, 5), loss=lambda output, batch: output.mean())
-    assert "\n" not in str(caught.value)
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 400
+    assert re.search(r"refused_models\.py:\d+: ", text), text  # the place
 
 
 def test_support_page_has_not_drifted() -> None:

@@ -80,7 +80,7 @@ def _draw(live: Live, newest: Manifest, replay: Replay) -> list[Feed]:
     feeds = []
     for step, entry in enumerate(entries, newest.step):
         batch = replay.draw()
-        sizes, parts = cut_batch(live.dag, batch, numerics.micro_batch_size)
+        sizes, parts = cut_batch(live.dag, batch, numerics.micro_batch_size, training=True)
         header = StepHeader(True, step, sizes)
         if digest(header, list(release(live.dag, programs, entry.tick, header, parts))) != entry.digest:
             raise InputError(f"the data of step {step} is not what it was")

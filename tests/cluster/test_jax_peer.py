@@ -32,7 +32,13 @@ def test_two_torch_peers_and_a_jax_peer(tmp_path: Path, monkeypatch: pytest.Monk
         for peer in peers:
             peer.event("devices")
         sgd = fusion_p2p.SGD(lr=0.3, momentum=0.9, clip_norm=1.0)
-        options = {"micro_batches": MICRO_BATCHES, "micro_batch_size": SIZE, "save_every": 0, "stages": 3}
+        options = {
+            "micro_batches": MICRO_BATCHES,
+            "micro_batch_size": SIZE,
+            "save_every": 0,
+            "stages": 3,
+            "compute": False,
+        }
         with Run(plain.gpt2(dropout=0.0), data=batches, swarm=address, optimizer=sgd, **options) as run:
             losses = [s.loss for s in run.steps(STEPS)]
             hosts = [p["peer"] for p in run.report()["plan"]["placement"]]

@@ -22,13 +22,14 @@ import torch
 
 import fusion_p2p
 from peer.api import LocalSwarm, Run
+from tests.bench import small_processes
 from tests.bench.rows import Row, arguments, at_least, at_most, progress, report
 from tests.cluster.interrupted import PHASES, interrupt
 
 VOCAB, CONTEXT, LAYERS, WIDTH = 1024, 64, 6, 512
 MICRO_BATCH_SIZE = 4
 DISTURBED = 0.10  # of the machine, taken by others
-CASE_S = 65.0  # so that all of it ends within 5 minutes on a machine that others disturb, too
+CASE_S = 60.0  # so that all of it ends within 5 minutes on a machine that others disturb, too
 
 
 def model() -> torch.nn.Module:
@@ -166,10 +167,11 @@ def rows(quick: bool) -> Iterator[Row]:
         yield compare(*case, turns=turns, steps=steps, tries=tries)
     if not quick:
         yield from interrupts()
+        yield from small_processes.rows()
 
 
 def main(args: list[str]) -> int:
-    about = "one turn of 2 steps; 16 micro-batches and Ctrl-C are left out"
+    about = "one turn of 2 steps; 16 micro-batches, Ctrl-C and small processes are left out"
     options = arguments(__doc__ or "", about).parse_args(args)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="fusion-bench-") as home:

@@ -67,6 +67,7 @@ __all__ = ["LocalSwarm", "Run", "RunPaused", "TrainSummary"]
 
 REPORT_WAIT_S, DONE_S = 4.0, 9.0
 SAVE_EVERY = 50
+PROBE_S = 15.0  # in which a new run may measure its codecs, if its plan would compress a link
 
 
 class Run:
@@ -276,6 +277,8 @@ class Run:
                 seed=self._seed,
                 optimizer=self._optimizer,
                 micro_batch_size=self._numerics.micro_batch_size,
+                # the volunteers of a local swarm or a lab share this CPU: timed beside them, codecs look slow
+                probe_s=0.0 if isinstance(self._swarm, LocalSwarm) else PROBE_S,
             )
             self._created = folder
             if self._given_log is not None:
@@ -306,6 +309,7 @@ class Run:
                 recover_s=self._recover_s,
                 mark_interval=self._save_every,
                 adaptive=self._adaptive and not script,
+                probe=begun.probe,
                 script=script,
                 channels=channels_of(self._swarm),
             ),

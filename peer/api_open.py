@@ -28,16 +28,18 @@ from peer.errors import SignatureError
 from peer.lab.local_swarm import LocalSwarm
 from peer.signing import check_own, make_run_spec
 from peer.trainer_adopt import Replay
+from peer.trainer_ladder import LadderProbe
 from peer.trainer_state import Manifest, RunFolder
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The checked OP-DAG, its constants, and what makes the first snapshot of a stage."""
+    """The checked OP-DAG, its constants, what makes the first snapshot of a stage, and what measures its codecs."""
 
     dag: OpDag
     constants: Mapping[str, Any]
     initial: Initial
+    probe: LadderProbe | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,12 @@ def created(
     seed: int,
     optimizer: OptimizerSpec,
     micro_batch_size: int,
+    probe_s: float,
 ) -> Begun:
-    """Capture `model` and sign the run's spec into `folder`. Raises InputError, CaptureError."""
+    """Capture `model` and sign the run's spec into `folder`. Raises InputError, CaptureError.
+
+    `probe_s`: seconds in which its codecs may be measured, 0: they are not.
+    """
     if folder.exists:
         raise InputError(f"{folder.root} holds a run already; continue it with: fusion-run resume {folder.root}")
     if model is None:
@@ -84,7 +90,21 @@ def created(
     )
     folder.create(signed, captured.opdag.to_bytes())
     state = {name: t.detach().clone() for name, t in captured.state.items()}
-    return Begun(captured.opdag, captured.constants, lambda program: to_bytes(initial_state(state, program)))
+    measure = LadderProbe(
+        captured=captured,
+        example=example,
+        optimizer=optimizer,
+        micro_batch_size=micro_batch_size,
+        seed=seed,
+        folder=folder.root,
+        limit_s=probe_s,
+    )
+    return Begun(
+        captured.opdag,
+        captured.constants,
+        lambda program: to_bytes(initial_state(state, program)),
+        measure if probe_s > 0 and measure.fits else None,
+    )
 
 
 def reopened(

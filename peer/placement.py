@@ -17,7 +17,7 @@ import msgspec
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics, Plan, Prediction, StagePlacement
-from fusion_p2p.planner import Constraints, Proposal, Workload, from_atoms
+from fusion_p2p.planner import Constraints, Ladder, Proposal, Workload, from_atoms
 from fusion_p2p.planner.explain import choices as choices_of
 from fusion_p2p.planner.network import MEMORY_SHARE
 from fusion_p2p.planner.opfence import Best, Searched
@@ -59,6 +59,7 @@ class PlanRequest:
     number: int = 1
     epoch: int = 1
     mark_interval: int = 0  # steps between complete sets; 0: none is promised, so nothing is logged
+    ladder: Ladder | None = None  # of "adatopk", as measured on the model; None: the default
 
 
 class NoRoomError(InputError):
@@ -105,10 +106,10 @@ def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: Pla
     cuts = proposal.chain.cuts
     if request.pinned:
         numerics, why = base, []
-        proposal = with_rungs(proposal, rungs_of(base.codecs))
+        proposal = with_rungs(proposal, rungs_of(base.codecs, request.ladder))
     else:
         channels = request.channels(cuts) if request.channels is not None else neighbours(atoms, cuts)
-        chosen = choices(proposal, channels, request.compression)
+        chosen = choices(proposal, channels, request.compression, request.ladder)
         numerics = msgspec.structs.replace(base, cuts=cuts, codecs=link_codecs(chosen))
         why = [c.reason for c in chosen if c.link_codec in numerics.codecs]
         proposal = with_rungs(proposal, {(c.src, c.dst): c.rung for c in chosen})
@@ -128,7 +129,7 @@ def _propose(
         offers,
         request.links,
         micro_batches=base.micro_batches,
-        ladder=ladder_for(request.compression, given),
+        ladder=ladder_for(request.compression, given, request.ladder),
         stages=request.stages,
         every_device=request.every_device,
         pinned=base.cuts if request.pinned else None,
@@ -272,7 +273,7 @@ def revise(
 def proposal_of(plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> Proposal:
     """The proposal that this plan is, with what is known of its devices now."""
     place = {(o.peer, o.device): i for i, o in enumerate(offers)}
-    rungs = rungs_of(plan.numerics.codecs)
+    rungs = rungs_of(plan.numerics.codecs, request.ladder)
     costs = make_costs(
         _workload(atoms, request),
         network_of(offers, request.links),

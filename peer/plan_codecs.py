@@ -46,8 +46,10 @@ def neighbours(atoms: Sequence[Atom], cuts: tuple[int, ...]) -> tuple[Channel, .
     return tuple(Channel(k, k + 1, atoms[cut].cut_bytes // FRAME_BYTES) for k, cut in enumerate(cuts))
 
 
-def choices(p: Proposal, channels: Sequence[Channel], compression: str) -> tuple[Choice, ...]:
-    """A codec for every channel of the proposal."""
+def choices(
+    p: Proposal, channels: Sequence[Channel], compression: str, measured: Ladder | None = None
+) -> tuple[Choice, ...]:
+    """A codec for every channel of the proposal. `measured`: the ladder of "adatopk", None for the default."""
     hosts, rates = p.chain.hosts, p.network.bandwidth_bytes_per_s
     loads = [
         LinkLoad(
@@ -63,7 +65,8 @@ def choices(p: Proposal, channels: Sequence[Channel], compression: str) -> tuple
     ]
     work, bounds = p.costs.work_s, p.chain.bounds(p.workload.atoms)
     seconds = [float(work[h, b] - work[h, a]) for h, (a, b) in zip(hosts, pairwise(bounds), strict=True)]
-    return choose(compression, loads, seconds)
+    given = ladder_of(compression, measured) if compression == "adatopk" else None
+    return choose(compression, loads, seconds, given)
 
 
 def link_codecs(chosen: Sequence[Choice]) -> tuple[LinkCodec, ...]:
@@ -71,9 +74,9 @@ def link_codecs(chosen: Sequence[Choice]) -> tuple[LinkCodec, ...]:
     return tuple(c.link_codec for c in chosen if c.rung.codec != DENSE.codec)
 
 
-def rungs_of(codecs: Sequence[LinkCodec]) -> dict[tuple[int, int], Rung]:
-    """What the planner counts for codecs that are given: the default ladder's figures, else the bytes alone."""
-    known = {r.codec: r for r in ladder_of("adatopk").rungs}
+def rungs_of(codecs: Sequence[LinkCodec], measured: Ladder | None = None) -> dict[tuple[int, int], Rung]:
+    """What the planner counts for codecs that are given: figures as measured, the default ladder's, or bytes alone."""
+    known = {r.codec: r for r in (*ladder_of("adatopk").rungs, *(measured.rungs if measured else ()))}
     return {(c.src, c.dst): known.get(c.codec) or ladder_of(c.codec).rungs[0] for c in codecs}
 
 
@@ -88,7 +91,7 @@ def with_rungs(p: Proposal, rungs: dict[tuple[int, int], Rung]) -> Proposal:
     return finish(p.costs, Searched([best], p.lower_bound_s, p.fences), Constraints())
 
 
-def ladder_for(compression: str, given: Sequence[LinkCodec]) -> Ladder:
+def ladder_for(compression: str, given: Sequence[LinkCodec], measured: Ladder | None = None) -> Ladder:
     """What hosts are chosen under: `compression`'s ladder, or the one codec that the numerics fix for all links."""
     names = {c.codec for c in given}
-    return ladder_of(names.pop() if len(names) == 1 else compression)
+    return ladder_of(names.pop() if len(names) == 1 else compression, measured)

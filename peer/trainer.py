@@ -39,6 +39,7 @@ from peer.trainer_assembly import Assembly, Refusal, Session
 from peer.trainer_balance import Balance
 from peer.trainer_gate import Gate
 from peer.trainer_hearing import Hearing
+from peer.trainer_ladder import ladder_of_run
 from peer.trainer_live import Live, Placed, TrainerOptions
 from peer.trainer_repair import Repair
 from peer.trainer_sets import SetKeeper, new_manifest
@@ -206,6 +207,7 @@ class Trainer:
         live.links = await live.swarm.links()
         begin = await asyncio.to_thread(self._first_numerics, resumed)
         pinned = resumed is not None or bool(live.options.script)
+        live.ladder = await ladder_of_run(live, offers, pinned=pinned)
         request = replace(live.request, base=begin, pinned=pinned)
 
         def states(plan: Plan) -> Mapping[int, BlobRef]:

@@ -59,7 +59,7 @@ class Gate:
         found = self._memory.take(observe(result.header.step, result.loss, result.reports), numerics)
         if not found:
             return
-        proposal = respond(numerics, found, ladder_of("adatopk"))
+        proposal = respond(numerics, found, ladder_of("adatopk", live.ladder))
         reasons = "; ".join(f.reason for f in found)
         if proposal is None:
             live.say("gate", f"step {found[-1].step}: {reasons}; no codec is left to step back to")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from dht.transport import Transport
 from fusion_p2p.ir import OpDag
 from fusion_p2p.plan import NumericLogEntry, Numerics, Plan
+from fusion_p2p.planner import Ladder
 from fusion_p2p.split import StageProgram
 from fusion_p2p.workload import Atom
 from peer.channel_io import ChannelSettings
@@ -47,6 +49,7 @@ class TrainerOptions:
     mark_interval: int = 0
     adaptive: bool = False  # cuts and codecs may change at a complete set, not only hosts
     script: tuple[NumericLogEntry, ...] = ()  # the numeric log that is replayed; the first entry's numerics begin
+    probe: Callable[[], Ladder | None] | None = None  # measures the codecs of "adatopk" on a thread; None: the default
     channels: ChannelSettings = field(default_factory=ChannelSettings)
 
 
@@ -81,9 +84,9 @@ class Live:
     `early`: the same of hosts of the plan that is about to be in force. `excluded`: peer -> until when it gets none
     (monotonic). `leaving`: hosts that serve until the next complete set and then hand over -> why. `kept`: hash of the
     newest set's snapshots -> buddies that have it; `keepers`: -> who has been asked to. `outbox_share`: how full each
-    stage's outboxes are. `rates`: how fast devices are. `links`: as measured. `advice`: a change for the next set;
-    `script`: entries of the numeric log that are still to come. `placing` is held by whoever changes the plan;
-    incarnations below `fence` are of cuts that are over."""
+    stage's outboxes are. `rates`: how fast devices are. `links`: as measured. `ladder`: codecs as measured. `advice`:
+    a change for the next set; `script`: entries of the numeric log that are still to come. `placing` is held by
+    whoever changes the plan; incarnations below `fence` are of cuts that are over."""
 
     transport: Transport
     swarm: Swarm
@@ -107,6 +110,7 @@ class Live:
     placed: Placed | None = None
     rates: Rates = field(default_factory=Rates)
     links: SwarmLinks = field(default_factory=SwarmLinks)
+    ladder: Ladder | None = None
     advice: Advice | None = None
     script: list[NumericLogEntry] = field(default_factory=list)
     placing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -127,6 +131,7 @@ class Live:
             channels=lambda cuts: channels_of(dag, cuts, o.numerics.micro_batch_size),
             epoch=self.session.epoch,
             mark_interval=o.mark_interval,
+            ladder=self.ladder,
         )
 
     @property

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from peer.daemon import JoinOptions, Ready
     from peer.local_control import PeerStatus
     from peer.preflight import Finding
+    from peer.protocol import RunSpec
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +86,11 @@ async def _run_daemon(options: argparse.Namespace, join: JoinOptions) -> None:
 
             print("\n".join(lines(findings)), flush=True)
 
-    daemon = Daemon(join, on_ready, on_findings)
+    def on_asked(spec: RunSpec) -> None:
+        if not options.json:
+            print(_asked_text(spec), flush=True)
+
+    daemon = Daemon(join, on_ready, on_findings, on_asked)
     task = asyncio.ensure_future(daemon.run())
     signals = 0
 
@@ -103,6 +108,18 @@ async def _run_daemon(options: argparse.Namespace, join: JoinOptions) -> None:
     await asyncio.wait({task})
     if not task.cancelled():
         task.result()
+
+
+def _asked_text(spec: RunSpec) -> str:
+    """Who asks for this machine, and what for, before anything is accepted; a stranger's words stay on their line."""
+    from peer.plain import one_line
+
+    owner = spec.owner.hex()
+    what = f" ({one_line(spec.description, 200)})" if spec.description else ""
+    return (
+        f"run {one_line(spec.name)}{what} of owner {owner} asks for this machine; runs of chosen owners only: "
+        f"--runs {owner[:16]}, none for now: fusion-peer pause"
+    )
 
 
 def _tell_parent(fd: int | None, ready: Ready) -> None:
@@ -162,6 +179,8 @@ def _status_text(status: PeerStatus) -> str:
     if status.fence:
         leads = "led by this peer" if status.leader == status.peer else f"led by ..{status.leader[-8:]}"
         lines.append(f"  fence {status.fence}, {leads}")
+    if status.paused_for:
+        lines.append(f"  paused: {status.paused_for}")
     if status.rests_at:
         lines.append(f"  cannot be dialled; reached by way of {', '.join(status.rests_at)}")
     elif status.reach in ("relay", "none"):

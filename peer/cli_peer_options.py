@@ -129,6 +129,14 @@ def _add_join(sub: argparse.ArgumentParser) -> None:
     add("--disk", type=_size, metavar="SIZE", help="most that snapshots of others may take on disk (default: no cap)")
     add("--monthly-gb", type=_rate, metavar="GB", help="most traffic a month, both ways, in GB (default: no cap)")
     add("--hours", default="", metavar="SPAN", help="local time in which to compute, 22:00-07:00 (default: always)")
+    add("--pause-on-battery", action="store_true", help="compute on mains power only (default: always)")
+    add(
+        "--pause-while-active",
+        type=_minutes,
+        default=0.0,
+        metavar="MIN",
+        help="compute once this machine's user has been away for MIN minutes (default: 0, always)",
+    )
     add("--place", type=_place, default="", metavar="WORDS", help="roughly where, for the monitor (default: not said)")
     add("--runs", nargs="+", default=[], metavar="OWNER", help="accept only runs of these owners' keys (default: any)")
     add("--swarm-key", metavar="KEY", help=_KEY_HELP)
@@ -157,6 +165,13 @@ def _place(text: str) -> str:
     if len(text) > 32 or any(not c.isalpha() and c not in " -,." for c in text):
         raise argparse.ArgumentTypeError(f"{text!r}: a place is at most 32 letters, as in --place 'northern Spain'")
     return text
+
+
+def _minutes(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1440:
+        raise argparse.ArgumentTypeError(f"{text} must lie between 0 and 1440 minutes")
+    return value
 
 
 def _seconds(text: str) -> float:
@@ -216,6 +231,7 @@ def join_options(options: argparse.Namespace) -> JoinOptions:
     from dht.p2p import ANY_ADDRESS, LOOPBACK
     from fusion_p2p.errors import InputError
     from peer import devices
+    from peer.courtesy import Courtesy
     from peer.daemon import JoinOptions
     from peer.policy import Policy, check_hours, check_owner
 
@@ -246,6 +262,7 @@ def join_options(options: argparse.Namespace) -> JoinOptions:
         name=options.name or os.uname().nodename,
         place=options.place,
         relay_bytes_per_s=_relay(options),
+        courtesy=Courtesy(on_battery=options.pause_on_battery, idle_s=60 * options.pause_while_active),
         devices=names,
         framework=check_framework(options.framework, names),
         memory_bytes=memory,

@@ -26,6 +26,7 @@ from peer import caps, preflight
 from peer.blobs import BlobStore, serve_blobs
 from peer.buddy import Buddy
 from peer.channel_io import ChannelSettings
+from peer.courtesy import Courtesy, Watch, look, untold
 from peer.daemon_record import board_names, device_view, leader_score, peer_record
 from peer.daemon_session import ControlServer
 from peer.executor_process import ExecutorProcess
@@ -35,7 +36,7 @@ from peer.pipe_service import PipeService, reach_of
 from peer.pipes import hosts_of
 from peer.policy import LEASE_S, Policy, within_hours
 from peer.preflight import Finding
-from peer.protocol import CONTROL
+from peer.protocol import CONTROL, RunSpec
 from peer.ratelimit import Limiter
 from peer.receipts import receipts
 from peer.selfdial import SelfDial
@@ -67,6 +68,7 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: int | None = None
     monthly_bytes: int | None = None
     relay_bytes_per_s: float | None = None
+    courtesy: Courtesy = Courtesy()
     policy: Policy
     beat_s: float = 2.0
     dead_s: float = 8.0
@@ -92,7 +94,9 @@ class Daemon:
         options: JoinOptions,
         on_ready: Callable[[Ready], None],
         on_findings: Callable[[list[Finding]], None] = lambda findings: None,
+        on_asked: Callable[[RunSpec], None] = lambda spec: None,
     ) -> None:
+        self._on_asked = on_asked
         self._options, self._on_ready, self._on_findings = options, on_ready, on_findings
         self._leaving = asyncio.Event()
         self.joined = False
@@ -103,6 +107,7 @@ class Daemon:
         self._addresses: tuple[str, ...] = ()
         self._seen_peers: int | None = None
         self._fencing: Fencing | None = None
+        self._courtesy = Watch(options.courtesy)
         self._month = caps.MonthlyCap(options.home, options.monthly_bytes)
         self._p2pd_pid: Callable[[], int | None] = lambda: None
         self._reach: Literal["", "direct", "relay", "none"] = ""
@@ -151,6 +156,7 @@ class Daemon:
             transport.peer_id, o.home, o.policy, store, executors, lambda: self._publish(board),
             buddy=Buddy(dial, store, o.home, settings),
         )  # fmt: skip
+        volunteer.asked = self._on_asked
         for name, device in board_names(o.devices):
             executors[name] = self._executor(name, device, transport, len(o.devices))
         blob_rate, _ = caps.upload_shares(o.upload_bytes_per_s, o.relay_bytes_per_s, len(o.devices))
@@ -186,6 +192,8 @@ class Daemon:
         if self._fencing is None:
             return
         found = preflight.host_findings(self._options.home, memory_bytes=self._options.memory_bytes)
+        if self._options.courtesy.asked and (missing := untold(self._options.courtesy, await asyncio.to_thread(look))):
+            found.append(Finding(name="courtesy", ok=None, text=missing))
         try:
             found += await preflight.network_findings(transport, board, self._fencing)
         except DhtError as error:
@@ -245,10 +253,12 @@ class Daemon:
             volunteer = self._volunteer
             await volunteer.check_leases(self._options.dead_s, LEASE_S)
             volunteer.check_offers()
+            if self._courtesy.due(time.monotonic()):
+                await asyncio.to_thread(self._courtesy.update, time.monotonic())
             self._look_at_caps()
             if volunteer.stages and not self._may_compute():
                 why = volunteer.policy.over_cap or f"this volunteer computes at {volunteer.policy.hours} only"
-                await volunteer.evict(why)
+                await volunteer.evict(why, GRACE_S)
             self._publish(board)
             if at % 4 == 0:
                 self._publish_receipts(board)
@@ -272,9 +282,9 @@ class Daemon:
     def _look_at_caps(self) -> None:
         o, v = self._options, self._volunteer
         self._month.look(self._p2pd_pid(), caps.this_month())
-        why = self._month.over() or caps.over_disk(o.home / "blobs", o.disk_bytes)
+        why = self._month.over() or caps.over_disk(o.home / "blobs", o.disk_bytes) or self._courtesy.reason
         if why != v.policy.over_cap:
-            log.warning("%s", why or "within its caps again")
+            log.warning("%s", f"paused: {why}" if why else "within its caps again")
             v.policy = msgspec.structs.replace(v.policy, over_cap=why)
 
     def _may_compute(self) -> bool:
@@ -332,8 +342,9 @@ class Daemon:
         return self.status()
 
     def status(self) -> PeerStatus:
-        v, pipes = self._volunteer, self._pipes
+        v, pipes, (fence, leader) = self._volunteer, self._pipes, self._stands()
         host = None if pipes is None else pipes.host
+        rests_at = hosts_of(() if pipes is None else pipes.pipes.addresses())
         return PeerStatus(
             peer=v.peer_id, state=self._state(), addresses=self._addresses, name=self._options.name,
             uptime_s=time.monotonic() - self._started,
@@ -347,9 +358,9 @@ class Daemon:
                 for (run, stage), s in sorted(v.stages.items())
             ),
             peers=self._seen_peers, daemon_bytes=int(psutil.Process().memory_info().rss), hours=v.policy.hours,
-            reach=self._reach, warning=self._twin, rests_at=hosts_of(() if pipes is None else pipes.pipes.addresses()),
+            runs=v.policy.owners, fence=fence, leader=leader, reach=self._reach, rests_at=rests_at,
             pipes=0 if host is None else host.pipes, piped_bytes=0 if host is None else host.carried.total(),
-            runs=v.policy.owners, fence=self._stands()[0], leader=self._stands()[1],
+            paused_for=v.policy.over_cap, warning=self._twin,
         )  # fmt: skip
 
     def _stands(self) -> tuple[str, str]:

@@ -68,6 +68,7 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     rests_at: tuple[str, ...] = ()  # pipe hosts by way of which it is reached
     pipes: int = 0  # that it carries for others now
     piped_bytes: int = 0  # since its start
+    paused_for: str = ""  # why it computes nothing now
     warning: str = ""
 
 

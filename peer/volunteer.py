@@ -50,6 +50,7 @@ log = logging.getLogger("peer.daemon")
 
 OPDAGS_KEPT = 16
 GRACE_S = 3.5  # for a trainer to take over the stages of a volunteer that leaves; `fusion-peer leave` ends within 10 s
+RUNS_SHOWN = 256
 KEEPING = 16  # snapshots of others that are fetched at once, for one run
 KEEPING_ALL = 64  # and for all
 SNAPSHOTS_KEPT = 4  # of a stage: two complete sets, the one under way, one to spare
@@ -103,6 +104,8 @@ class Volunteer:
         self.leases = Leases()
         self.stages: dict[Key, HostedStage] = {}
         self.sessions: dict[str, Session] = {}
+        self.asked: Callable[[RunSpec], None] = lambda spec: None  # a run's trainer is here, before it offers anything
+        self._shown: dict[str, None] = {}
         self._home, self._changed, self._buddy = home, changed, buddy
         if buddy is not None:
             buddy.others_want = self._stages_want
@@ -123,6 +126,11 @@ class Volunteer:
         if self.leases.take(session.cert, time.monotonic()) and run in self.sessions:
             reason = f"run {run} is led by trainer {session.cert.trainer_peer} now"
             self.sessions[run].end("lease", reason, session.signed_cert)
+        if run not in self.sessions and run not in self._shown:
+            self._shown[run] = None
+            if len(self._shown) > RUNS_SHOWN:
+                del self._shown[next(iter(self._shown))]
+            self.asked(session.spec)
         self.sessions[run] = session
 
     def part(self, session: Session) -> None:

@@ -13,6 +13,7 @@ from dht.errors import PeerUnreachable
 from dht.identity import Identity
 from dht.transport import Stream
 from peer import pipe_host, pipe_seal
+from peer.control_io import MessageStream
 from peer.pipe_host import PIPE, PipeHost
 from peer.pipe_seal import Handshake, Sealer, Unreadable
 from peer.pipes import Pipes, circuit, hosts_of
@@ -161,7 +162,7 @@ def test_a_host_that_answers_itself_is_found_out(tmp_path: Path) -> None:
             mallory = key(66)
 
             async def pose(stream: Stream) -> None:
-                talk = pipe_host.MessageStream(stream.reader, stream.writer, pipe_host._DECODER, limit=4096)
+                talk = MessageStream(stream.reader, stream.writer, pipe_host._DECODER, limit=4096)
                 await talk.receive(timeout_s=5)
                 await talk.send(pipe_host.Joined(), timeout_s=5)
                 await pipe_seal.answer(stream, mallory, caller.dial.peer_id)
@@ -195,7 +196,7 @@ def test_a_stranger_cannot_answer_a_ring(tmp_path: Path) -> None:
             future: asyncio.Future[Stream | None] = asyncio.get_running_loop().create_future()
             host._waiting[bytes(16)] = pipe_host._Waiting(w.peers[1].dial.peer_id, future)
             stream = await other.open_stream(w.hosts[0][0].peer_id, PIPE)
-            talk = pipe_host.MessageStream(stream.reader, stream.writer, pipe_host._DECODER, limit=4096)
+            talk = MessageStream(stream.reader, stream.writer, pipe_host._DECODER, limit=4096)
             await talk.send(pipe_host.Answer(bytes(16)), timeout_s=5)
             async with asyncio.timeout(5):
                 assert await stream.reader.read() == b""

@@ -9,8 +9,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import heapq
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from dht.clock import swarm_clock
@@ -67,8 +70,22 @@ def _repair_storage(hivemind: Any) -> None:
     hivemind.DHTLocalStorage.store_subkey = store_subkey
 
 
+_records_only: ContextVar[bool] = ContextVar("records_only", default=False)
+_ONLY_RECORDS = b"records"
+
+
+@contextlib.contextmanager
+def records_only() -> Iterator[None]:
+    """Calls made within say that they look for records, not for nodes: an answer without neighbours is half as long."""
+    before = _records_only.set(True)
+    try:
+        yield
+    finally:
+        _records_only.reset(before)
+
+
 class _Showing:
-    """A stub whose calls carry the token of a private swarm."""
+    """A stub whose calls carry the token of a private swarm, and whether only records are wanted."""
 
     def __init__(self, stub: Any, token: bytes) -> None:
         self._stub, self._token = stub, token
@@ -79,6 +96,8 @@ class _Showing:
         async def call(request: Any, **options: Any) -> Any:
             if self._token:
                 request.auth.signature = self._token
+            if _records_only.get():
+                request.auth.nonce = _ONLY_RECORDS
             return await method(request, **options)
 
         return call
@@ -97,7 +116,11 @@ class _Guarded:
             remote = peer_id_text(context.remote_id.to_bytes())
             if self._door.banned(remote) or not self._door.proves(remote, _RPC, request.auth.signature):
                 raise PermissionError(f"peer {remote} is not let in here")
-            return await method(request, context)
+            response = await method(request, context)
+            if name == "rpc_find" and request.auth.nonce == _ONLY_RECORDS:
+                for result in response.results:
+                    del result.nearest_node_ids[:], result.nearest_peer_ids[:]
+            return response
 
         return handle
 

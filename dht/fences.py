@@ -39,6 +39,7 @@ ROUND_S = REFRESH_S
 NEW_ROUND_S = 5.0  # while new
 FIRST_ROUNDS = 12
 _PINGS, _FIRST_PINGS = 4, 24
+_LOOK_EVERY = 4  # rounds
 _LEADERS_PINGED = 8
 _SMALL = 32  # members; a leader of so few reads all their heartbeats every round
 _RESIGN_S = 2 * LEASE_S
@@ -78,6 +79,7 @@ class FenceMachine:
         self.fence, self.leader, self.term = "", "", 0
         self.members_known = 0
         self._rounds = 0
+        self._phase = rng.randrange(_LOOK_EVERY)
         self._lead: FenceRecord | None = None  # the record that counts, as last read
         self._lead_seen = float("-inf")
         self._top_term = 0
@@ -129,8 +131,17 @@ class FenceMachine:
         if self.leading:
             shards = (0, 1, 2, 3) if self.members_known <= _SMALL else (self._shard,)
             self._shard = (self._shard + 1) % 4
-        # Leaders look for rivals, newcomers for leaders.
-        return Wants(leader_of=self.fence or None, index=self._new or self.leading, shards=shards)
+        # Leaders look for rivals, newcomers for leaders. A member whose leader answered its last ping as such has been
+        # told what the record says: it reads it now and then only.
+        look = self._new or self.leading or not self._told() or self._rounds % _LOOK_EVERY == self._phase
+        return Wants(leader_of=(self.fence or None) if look else None, index=self._new or self.leading, shards=shards)
+
+    def _told(self) -> bool:
+        known = self.sights.table.get(self.leader)
+        if known is None or known.misses or self._now - known.heard_at > ROUND_S / 2:
+            return False
+        beat = known.beat
+        return (beat.fence, beat.leader, beat.term) == (self.fence, self.leader, self.term) and self._lead is not None
 
     def probe(self, now: float) -> str | None:
         """Whom to measure bandwidth with now; None if it is not this peer's turn."""
@@ -139,13 +150,18 @@ class FenceMachine:
         return self._whom_to_probe() if turn else None
 
     def pings(self, strangers: Sequence[str]) -> tuple[str, ...]:
-        """Whom to ping. `strangers`: some peers of the swarm at random, as the routing table gives them."""
+        """Whom to ping. `strangers`: some peers of the swarm at random, as the routing table gives them.
+
+        The leader always; leaders not met yet and the nearest one besides; of peers only heard of, near ones and such
+        not heard of for long some at random, so that a settled member pings _PINGS others a round.
+        """
         count = _FIRST_PINGS if self._new else _PINGS
-        chosen: dict[str, None] = {}
+        few = 1 if not self._new else count // 3 + 1
+        first: dict[str, None] = {}
         if self._lead is not None and self._lead.resigned_to not in ("", self.me):
-            chosen[self._lead.resigned_to] = None
+            first[self._lead.resigned_to] = None
         if self.leader and self.leader != self.me:
-            chosen[self.leader] = None
+            first[self.leader] = None
         table = self.sights.table
         heads = sorted(
             (h for h in self._heads.values() if h.leader != self.me and not self._knows(h)),
@@ -153,19 +169,21 @@ class FenceMachine:
                 table[h.leader].rtt_s if h.leader in table else self.sights.predicted_rtt_s(h.coordinate), h.leader
             ),
         )  # fmt: skip
-        wanted = _LEADERS_PINGED if self.leading else count // 3 + 1  # a leader looks for its rivals
-        chosen.update(dict.fromkeys(h.leader for h in heads[:wanted]))
-        leaders = [s for s in table.values() if s.leading]
-        chosen.update(dict.fromkeys(s.peer for s in sorted(leaders, key=lambda s: s.rtt_s)[:2]))
-        hints = list(self.sights.hints)
-        chosen.update(dict.fromkeys(reversed(hints[-(count // 3 + 1) :])))
+        first.update(dict.fromkeys(h.leader for h in heads[: _LEADERS_PINGED if self.leading else few]))
+        leaders = sorted((s for s in table.values() if s.leading), key=lambda s: s.rtt_s)
+        first.update(dict.fromkeys(s.peer for s in leaders[:2]))
+        rest: dict[str, None] = dict.fromkeys(reversed(list(self.sights.hints)[-few:]))
         oldest = sorted(self.sights.nearest(8), key=lambda s: s.heard_at)
-        chosen.update(dict.fromkeys(s.peer for s in oldest[:2]))
+        rest.update(dict.fromkeys(s.peer for s in oldest[: 1 if not self._new else 2]))
         stale = min(table.values(), key=lambda s: s.heard_at, default=None)
-        chosen.update({} if stale is None else {stale.peer: None})
+        rest.update({} if stale is None else {stale.peer: None})
         others = [p for p in strangers if p != self.me and p not in table]
-        chosen.update(dict.fromkeys(others[: max(1, count - len(chosen))]))
-        return tuple(chosen)[: count + 4 + (_LEADERS_PINGED if self.leading else 0)]
+        rest.update(dict.fromkeys(others[: max(1, count - len(first) - len(rest))]))
+        wanted = [p for p in rest if p not in first]
+        if not self._new:
+            self._rng.shuffle(wanted)
+        most = count + (4 if self._new else 0) + (_LEADERS_PINGED if self.leading else 0)
+        return tuple((*first, *wanted))[:most]
 
     def _knows(self, head: FenceHead) -> bool:
         """Whether this leader was pinged since it leads."""
@@ -275,7 +293,7 @@ class FenceMachine:
         if known is not None and known.heard_at > self._entered and known.beat.fence not in ("", self.fence):
             self._merge_under(known.beat.leader)  # it leads no more, as it says itself
             return
-        if lead is not None and lead.published + LEASE_S >= now:
+        if lead is not None and max(lead.published, self._lead_seen) + LEASE_S >= now:
             self._stand_at = None
             if lead.resigned_to:
                 self._merge_under(lead.resigned_to)

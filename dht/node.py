@@ -37,7 +37,7 @@ log = logging.getLogger("dht.node")
 
 STORE_TIMEOUT_S = 15.0
 _RPC_S = 3.0  # a silent node costs this much per look-up
-_LOOKUP_S = 180.0  # hivemind's own `refresh_timeout` does nothing, so a random id is looked up this often
+AROUND_S = 360.0  # hivemind's own `refresh_timeout` does nothing, so a random id is looked up this often
 _CLOCK_S = 300.0
 _REMEMBERED = 32
 _MIN_INTERVAL_S = 1.0  # a record that changes faster is stored this often
@@ -261,14 +261,14 @@ class Board(BoardReads):
     async def _keep(self) -> None:
         """Stores what changed, refreshes the rest, looks around now and then, comes back after an outage."""
         loop = asyncio.get_running_loop()
-        next_look, next_clock = loop.time() + _LOOKUP_S, loop.time() + _CLOCK_S
+        next_look, next_clock = loop.time() + AROUND_S, loop.time() + _CLOCK_S
         while True:
             self._wake.clear()
             await self._guarded("storing records", self._store_due)
             now = loop.time()
             await self._guarded("looking for the swarm", self._rejoin_if_alone)
             if now > next_look:
-                next_look = now + _LOOKUP_S
+                next_look = now + AROUND_S
                 await self._guarded("looking around", self._look_around)
             if now > next_clock:
                 next_clock = now + _CLOCK_S

@@ -7,6 +7,7 @@ import contextlib
 from typing import Any
 
 from dht import fence_records, records
+from dht._hivemind import node_parts
 from dht.clock import SwarmClock
 from dht.errors import InputError, RecordError, TransportError
 from dht.fence_records import FenceHead, FenceRecord, FenceView, LinksRecord
@@ -103,13 +104,14 @@ class BoardReads:
     async def _read(self, keys: tuple[str, ...], kind: Any, timeout_s: float) -> list[Any]:
         self.lookups += len(keys)
         try:
+            ids = {node_parts().DHTID(int.from_bytes(records.key_id(key), "big")): key for key in keys}
             async with asyncio.timeout(timeout_s):
                 # An infinite sufficient expiration is `latest=True`: every replica near the key is asked and merged.
-                found = await self._node.get_many(keys, sufficient_expiration_time=float("inf"))
+                found = await self._node.get_many_by_id(list(ids), sufficient_expiration_time=float("inf"))
         except TimeoutError as error:
             raise TransportError(f"the board has not answered in {timeout_s:g} s for {', '.join(keys)}") from error
         entries = [
-            (key, subkey, value, expiration)
+            (ids[key], subkey, value, expiration)
             for key, item in found.items()
             if item is not None and isinstance(item.value, dict)
             for subkey, (value, expiration) in item.value.items()

@@ -108,9 +108,16 @@ def run_id(owner: bytes, name: str, opdag_hash: str, seed: int, created: float) 
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
+def home_key(key: str) -> str:
+    """The key whose replicas hold `key` as well: links lie beside the heartbeats, so that one call stores both."""
+    return f"fence/{key.removeprefix('links/')}" if key.startswith("links/") else key
+
+
 def key_id(key: str) -> bytes:
-    """The 20 bytes under which hivemind stores the key `key`."""
-    return hashlib.sha1(_encoder.encode(key), usedforsecurity=False).digest()
+    """The 20 bytes under which `key` is stored: hivemind's own, or beside its home's, where the same nodes are near."""
+    home = home_key(key)
+    made = hashlib.sha1(_encoder.encode(home), usedforsecurity=False).digest()
+    return made if home == key else made[:-1] + bytes((made[-1] ^ 2,))
 
 
 def fence_keys(fence: str = NO_FENCE) -> tuple[str, ...]:

@@ -175,6 +175,21 @@ def _table_entries(world: World) -> int:
     return total
 
 
+def wire() -> list[Row]:
+    """What the model of the traffic takes for a call and a ping, held against an interface's own counters."""
+    from tests.netlab.network import unavailable
+    from tests.netlab.wire_peer import measure
+    from tests.sim.dht_traffic import PING_BYTES, find_bytes
+
+    if why := unavailable():
+        return [Row("bytes of a call and of a ping at an interface", why, "not measured", None)]
+    found = measure()
+    return [
+        at_most("bytes of a call of the board at an interface", found["call"], find_bytes(0, neighbours=1), " bytes"),
+        at_most("bytes of a ping at an interface", found["ping"], PING_BYTES, " bytes"),
+    ]
+
+
 async def cluster() -> list[Row]:
     """20 real peers on loopback."""
     from tests.cluster.swarm_cluster import Cluster
@@ -198,7 +213,7 @@ def main(args: list[str]) -> int:
     quick = options.quick
     rows, world = formation(quick)
     rows += noise(world, quick) + traffic(quick, world) + deaths(quick) + day(quick)
-    rows += asyncio.run(cluster())
+    rows += wire() + asyncio.run(cluster())
     return report(rows, options.json)
 
 

@@ -1,6 +1,7 @@
 """What the board costs in bytes: hivemind's own search over its own routing tables, in memory, with real messages.
 
-Per message FRAME_BYTES are added for p2pd's unary framing, yamux, Noise and TCP.
+CALL_BYTES a call and PING_BYTES a ping are what p2pd adds: stream negotiation, yamux, Noise, TCP, Ethernet, both ways,
+as counted at the interface of a network namespace (a row of `python -m tests.bench.swarm`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from dht import records
 from dht._hivemind import node_parts
 from dht.fence_records import MAX_LINKS, Beat, FenceHead, FenceLink, FenceRecord, LinkFigure, LinksRecord, LinkSummary
 from dht.identity import Identity, peer_id_bytes, public_key_of
+from dht.node import AROUND_S
 from dht.records import Record, Signer
 from dht.storing import COMPARED, LOOKUP_S, REPLICAS
 from tests.dht_samples import NOW, peer_record
 
-FRAME_BYTES = 120
+CALL_BYTES = 1150
+PING_BYTES = 1950  # two pings on one stream, with the beats
 BUCKET = 20
-PING_BYTES = 900  # opening a stream (multistream names both ways), three pings, three beats, their frames
 
 
 @functools.cache
@@ -117,31 +119,31 @@ def search_cost(nodes: int, samples: int = 40, seed: int = 0) -> Search:
     return Search(calls / samples, calls / samples * per_call)
 
 
-def find_bytes(value_bytes: int) -> int:
-    """A FindRequest and its answer with BUCKET neighbours and `value_bytes` of records."""
+def find_bytes(value_bytes: int, *, neighbours: int = BUCKET) -> int:
+    """A FindRequest and its answer with `neighbours` and `value_bytes` of records."""
     pb = node_parts().dht_pb2
     info = pb.NodeInfo(node_id=bytes(20))
     request = pb.FindRequest(keys=[bytes(20)], peer=info)
     result = pb.FindResult(
         type=pb.FOUND_DICTIONARY, value=bytes(value_bytes), expiration_time=NOW,
-        nearest_node_ids=[bytes(20)] * BUCKET, nearest_peer_ids=[bytes(38)] * BUCKET,
+        nearest_node_ids=[bytes(20)] * neighbours, nearest_peer_ids=[bytes(38)] * neighbours,
     )  # fmt: skip
-    return int(request.ByteSize() + pb.FindResponse(results=[result], peer=info).ByteSize()) + 2 * FRAME_BYTES
+    return int(request.ByteSize() + pb.FindResponse(results=[result], peer=info).ByteSize()) + CALL_BYTES
 
 
-def store_bytes(record: int) -> int:
-    """A StoreRequest with one record, and its answer."""
+def store_bytes(*sealed: int) -> int:
+    """A StoreRequest with records of these sizes, and its answer."""
     pb = node_parts().dht_pb2
-    info = pb.NodeInfo(node_id=bytes(20))
+    info, count = pb.NodeInfo(node_id=bytes(20)), len(sealed)
     request = pb.StoreRequest(
-        keys=[bytes(20)],
-        subkeys=[bytes(40)],
-        values=[bytes(record)],
-        expiration_time=[NOW],
-        in_cache=[False],
+        keys=[bytes(20)] * count,
+        subkeys=[bytes(40)] * count,
+        values=[bytes(size) for size in sealed],
+        expiration_time=[NOW] * count,
+        in_cache=[False] * count,
         peer=info,
     )
-    return int(request.ByteSize() + pb.StoreResponse(store_ok=[True], peer=info).ByteSize()) + 2 * FRAME_BYTES
+    return int(request.ByteSize() + pb.StoreResponse(store_ok=[True] * count, peer=info).ByteSize()) + CALL_BYTES
 
 
 @dataclass
@@ -153,17 +155,18 @@ class Tally:
     def bytes(self, search: Search, members: float, seconds: float, peers: int) -> dict[str, float]:
         """Per kind, sent by all peers in all; each byte sent is one received."""
         out: dict[str, float] = {}
-        for kind in ("PeerRecord", "LinksRecord", "FenceRecord", "FenceHead"):
+        both = store_bytes(record_bytes("PeerRecord"), record_bytes("LinksRecord"))  # one call: `records.home_key`
+        out["store heartbeat and links"] = self.counts.get("PeerRecord", 0) * REPLICAS * both
+        for kind in ("FenceRecord", "FenceHead"):
             out[f"store {kind}"] = self.counts.get(kind, 0) * REPLICAS * store_bytes(record_bytes(kind))
-        out["read leader"] = self.counts.get("read leader", 0) * COMPARED * find_bytes(record_bytes("FenceRecord"))
-        out["read index"] = (
-            self.counts.get("read index", 0)
-            * COMPARED
-            * find_bytes(int(record_bytes("FenceHead") * peers / members / 4))
-        )
+        read = self.counts.get("read leader", 0) * COMPARED
+        out["read leader"] = read * find_bytes(record_bytes("FenceRecord"), neighbours=0)
+        heads = find_bytes(int(record_bytes("FenceHead") * peers / members / 4), neighbours=0)
+        out["read index"] = self.counts.get("read index", 0) * COMPARED * heads
         shard = members / 4 * (record_bytes("PeerRecord") + record_bytes("LinksRecord"))
-        out["read members"] = self.counts.get("read shard", 0) * COMPARED * (find_bytes(0) + shard)
+        shards = self.counts.get("read shard", 0) * COMPARED
+        out["read members"] = shards * (find_bytes(0, neighbours=0) + shard)
         out["pings"] = self.counts.get("ping", 0) * PING_BYTES
-        # Each peer searches for three keys every LOOKUP_S, and for a random one every three minutes.
-        out["searches"] = peers * seconds * search.bytes * (3 / LOOKUP_S + 1 / 180)
+        # Each peer searches for the replicas of two homes every LOOKUP_S, and for a random id every AROUND_S.
+        out["searches"] = peers * seconds * search.bytes * (2 / LOOKUP_S + 1 / AROUND_S)
         return out

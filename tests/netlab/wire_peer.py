@@ -1,4 +1,4 @@
-"""Counts what pings and calls of the board cost at a network interface: python -m tests.netlab.wire_peer FOLDER [ADDRESS]
+"""Counts what pings and calls of the board cost at an interface: python -m tests.netlab.wire_peer FOLDER [ADDRESS]
 
 Without an address it is the peer that answers; with one it prints {"call": bytes, "ping": bytes} of the wire.
 """

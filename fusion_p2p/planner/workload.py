@@ -185,7 +185,10 @@ def from_atoms(
     state_bytes_per_parameter: float = 16.0,
     together: tuple[tuple[int, int], ...] = (),
 ) -> Workload:
-    """The workload of a captured model, from its atoms at one micro-batch of `samples`; frames are fp32."""
+    """The workload of a captured model, from its atoms at one micro-batch of `samples`; frames are fp32.
+
+    `together` empty: the loops that were unrolled are not cut.
+    """
 
     def column(f: Callable[[AtomFigures], float]) -> Floats:
         return np.array([f(a) for a in atoms], dtype=np.float64)
@@ -202,7 +205,7 @@ def from_atoms(
         recompute=recompute,
         samples=samples,
         state_bytes_per_parameter=state_bytes_per_parameter,
-        together=together,
+        together=together or _loops(atoms),
         shared=_shared(atoms),
         fixed_bytes=column(lambda a: max(0, a.weight_bytes - 4 * a.parameters)),
     )
@@ -210,15 +213,43 @@ def from_atoms(
     return w
 
 
+def _loops(atoms: Sequence[AtomFigures]) -> tuple[tuple[int, int], ...]:
+    """(first, last) atom of each loop that was unrolled: wherever it were cut, all its weights would travel.
+
+    A loop's weights have three readers or more, and no atom between the first and the last reads only others (as the
+    layers between the uses of a tied embedding do).
+    """
+    readers = _readers(atoms)
+    again = {w for w, at in readers.items() if len(at) > 2}
+    spans = [
+        (readers[w][0], readers[w][-1])
+        for w in again
+        if all(not a.weights or again.intersection(a.weights) for a in atoms[readers[w][0] : readers[w][-1] + 1])
+    ]
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(spans):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+def _readers(atoms: Sequence[AtomFigures]) -> dict[str, list[int]]:
+    """Weight -> the atoms that read it, ascending."""
+    readers: dict[str, list[int]] = {}
+    for k, a in enumerate(atoms):
+        for w in a.weights:
+            readers.setdefault(w, []).append(k)
+    return readers
+
+
 def _shared(atoms: Sequence[AtomFigures]) -> tuple[SharedWeight, ...]:
     """Weights read by several atoms, from the owner to the last reader.
 
     `cut_weight_bytes` gives the sum over all weights across a position; those that begin at one atom share its rise.
     """
-    readers: dict[str, list[int]] = {}
-    for k, a in enumerate(atoms):
-        for w in a.weights:
-            readers.setdefault(w, []).append(k)
+    readers = _readers(atoms)
     spans = [(v[0], v[-1]) for v in readers.values() if v[-1] > v[0]]
     across = [float(a.cut_weight_bytes) for a in atoms]
     size: dict[tuple[int, int], float] = {}

@@ -166,6 +166,27 @@ def test_from_atoms_sizes_tied_weights() -> None:
     assert w.cut_bytes.tolist() == [4, 4, 4, 0]
 
 
+def test_an_unrolled_loop_is_never_cut() -> None:
+    class Atom:
+        owned: tuple[str, ...] = ()
+        parameters, weight_bytes, forward_flops, backward_flops, forward_bytes = 10, 48, 100, 200, 50
+        stash_bytes, kernels, cut_bytes, cut_weight_bytes = 5, 1, 4, 400
+
+        def __init__(self, *weights: str) -> None:
+            self.weights = weights
+
+    def allowed(*atoms: Atom) -> list[int]:
+        w = from_atoms("m", atoms, samples=2)
+        return [k for k, ok in enumerate(w.cut_allowed().tolist()) if ok and 0 < k < len(atoms)]
+
+    cell = [Atom("cell.ih"), Atom("cell.hh"), Atom()]
+    looped = allowed(Atom("embed"), *cell * 3, Atom("head"), Atom("more"))
+    assert looped == [1, 9, 10, 11], "what follows the last reader is out of the loop"
+    blocks = [Atom("wte"), Atom("a"), Atom("wte"), Atom("b"), Atom("wte")]
+    assert allowed(*blocks) == [1, 2, 3, 4], "an embedding with three readers is no loop"
+    assert allowed(*[Atom("shared")] * 2) == [1], "nor is a weight that is used twice"
+
+
 def test_to_plan_names_hosts_windows_codecs_and_buddies() -> None:
     w, net = blocks(), two_sites()
     p = plan(w, net, micro_batches=16, ladder=top_k_ladder())

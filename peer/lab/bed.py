@@ -26,6 +26,7 @@ MOST_SITES, MOST_PEERS = 200, 250
 SMALL_SHARE = 0.1  # of a link that acknowledgements and heartbeats are sure of, ahead of bulk
 SMALL_MASK = "0xff80"  # of the length field: packets below 128 bytes
 QUEUE_S = 0.1  # of bulk that may wait at a link before packets are dropped
+LEAST_QUEUE = 16  # frames, of a slow link
 Command = tuple[str, ...]
 
 
@@ -214,7 +215,7 @@ def _shape(space: str, device: str, targets: list[tuple[str, float]]) -> Iterato
         for leaf, share, order in ((base + 1, SMALL_SHARE, "0"), (base + 2, 1 - SMALL_SHARE, "1")):
             own = "htb", "rate", f"{share * rate:.0f}bit", *most, "prio", order
             yield *where, f"1:{base:x}", "classid", f"1:{leaf:x}", *own
-            limit = max(65536, int(wanted / 8 * QUEUE_S))
+            limit = max(LEAST_QUEUE * MTU, int(wanted / 8 * QUEUE_S))
             yield *tc, "qdisc", "add", "dev", device, "parent", f"1:{leaf:x}", "bfifo", "limit", str(limit)
         match = (*tc, "filter", "add", "dev", device, "parent", "1:", "protocol", "ip")
         to = ("u32", "match", "ip", "dst", network)

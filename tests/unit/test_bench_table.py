@@ -29,9 +29,9 @@ def test_every_row_is_shown_and_a_missed_bound_says_so() -> None:
 
 
 def test_only_what_lies_between_the_markers_changes() -> None:
-    before = f"above\n{t.BEGIN}\nold\n{t.END}\nbelow\n"
+    before = f"above\n{t.BEGIN}\nstale\n{t.END}\nbelow\n"
     after = t.filled(before, t.table(RESULTS))
-    assert after.startswith("above\n") and after.endswith("\nbelow\n") and "old" not in after
+    assert after.startswith("above\n") and after.endswith("\nbelow\n") and "stale" not in after
     assert t.filled(after, t.table(RESULTS)) == after
     with pytest.raises(ValueError, match="no place for the table"):
         t.filled("no markers", "x")

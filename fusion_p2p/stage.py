@@ -67,7 +67,8 @@ class Stage:
     `window`: micro-batches between their forward and their backward at most. `clock`: seconds, for the report only.
     `compute`: what runs the operators (PyTorch's, or `jax_stage.JaxCompute`).
     `guard`: looks at what comes in; before a frame that it names the stage stops until `pass_frame`.
-    A FrameError from `offer` or `advance` ends the stage: rebuild it from a snapshot.
+    A FrameError from `offer` or `advance` ends the stage: rebuild it from a snapshot. `on_unit` hears the name and the
+    seconds of each unit of work.
     """
 
     def __init__(
@@ -85,11 +86,12 @@ class Stage:
         clock: Callable[[], float] = lambda: 0.0,
         compute: type[Compute] = Compute,
         guard: Guard | None = None,
+        on_unit: Callable[[str, float], None] = lambda name, seconds: None,
     ) -> None:
         if window < 1:
             raise InputError(f"window = {window} of stage {program.stage} must be at least 1")
         self.program, self.numerics, self.tick = program, numerics, first_tick
-        self._dag, self._seed, self._window, self._clock = dag, seed, window, clock
+        self._dag, self._seed, self._window, self._clock, self._on_unit = dag, seed, window, clock, on_unit
         self._device = torch.device(device)
         self._clip_norm = optimizer.clip_norm
         self._stage = program.stage
@@ -106,7 +108,6 @@ class Stage:
         self._arrivals = Arrivals(program, self._inbox, self._payloads, guard)
         self.suspicion: Suspicion | None = None  # what the guard named
         self._now = _Tick()
-        self.fastest_s = dict[str, float]()  # the least that a unit of each name ("forward", ...) has taken
         self._tick_start = self._clock()
 
     # --- frames in, units out
@@ -135,7 +136,7 @@ class Stage:
                 frames = unit.run()
                 took = self._clock() - start
                 self._now.spent[unit.name] = self._now.spent.get(unit.name, 0.0) + took
-                self.fastest_s[unit.name] = min(took, self.fastest_s.get(unit.name, took))
+                self._on_unit(unit.name, took)
                 return [*frames, *self._report()] if unit.name in ("update", "end") else frames
         return None
 

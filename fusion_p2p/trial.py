@@ -6,6 +6,7 @@ away. As many micro-batches are in flight as the plan's window allows, so the pe
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -27,7 +28,7 @@ REPEATS = 3
 
 
 class TrialTimes(msgspec.Struct, frozen=True):
-    """Seconds of the fastest micro-batch, and of one update: the first warms up, and a busy machine only adds."""
+    """Seconds of a micro-batch (the median: the first warms up), and of one update."""
 
     forward_s: float
     backward_s: float
@@ -79,9 +80,15 @@ def _once(
     compute: type[Compute],
 ) -> TrialTimes:
     count = min(window, numerics.micro_batches)
+    took: dict[str, list[float]] = {}
+
+    def heard(name: str, seconds: float) -> None:
+        took.setdefault(name, []).append(seconds)
+
     stage = Stage(
-        program, dag, numerics, optimizer, seed, state, window=count, device=device, clock=clock, compute=compute
-    )
+        program, dag, numerics, optimizer, seed, state,
+        window=count, device=device, clock=clock, compute=compute, on_unit=heard,
+    )  # fmt: skip
     neighbours = _Neighbours(program, dag, numerics, seed, torch.device(device), count)
     for frame in neighbours.opening():
         stage.offer(frame)
@@ -90,8 +97,8 @@ def _once(
         for frame in sent or ():
             neighbours.hear(frame)
         if neighbours.report is not None:
-            fastest = stage.fastest_s
-            return TrialTimes(fastest["forward"], fastest["backward"], neighbours.report.update_s)
+            forward_s, backward_s = (statistics.median_low(took[name]) for name in ("forward", "backward"))
+            return TrialTimes(forward_s, backward_s, neighbours.report.update_s)
         if sent is None:
             gradients = neighbours.next_gradients()
             if not gradients:

@@ -162,17 +162,24 @@ class OwnDevice:
 
     def __init__(self, addresses: tuple[str, ...], owner: str) -> None:
         self._home = _temporary_folder("fusion-own-")
-        self._volunteer, descriptor = Volunteer.launch(self._home, [*addresses, "--runs", owner])
-        try:
-            self.ready = self._volunteer.wait_ready(descriptor, time.monotonic() + READY_TIMEOUT_S)
-        except BaseException:
-            self._end()
-            raise
+        self._volunteer, self._descriptor = Volunteer.launch(self._home, [*addresses, "--runs", owner])
 
     @classmethod
     async def start(cls, addresses: tuple[str, ...], owner: str) -> OwnDevice:
         """Join `addresses` for the runs of `owner` (hex key) alone. VolunteerFailed if it does not get ready."""
-        return await asyncio.to_thread(cls, addresses, owner)
+        own = cls(addresses, owner)
+        try:
+            until = time.monotonic() + READY_TIMEOUT_S
+            await asyncio.to_thread(own._volunteer.wait_ready, own._descriptor, until)
+        except BaseException:
+            own._volunteer.terminate()  # which also ends the thread that reads its first line
+            await own.stop()
+            raise
+        return own
+
+    @property
+    def ready(self) -> Ready:
+        return self._volunteer.ready
 
     async def stop(self) -> None:
         await asyncio.to_thread(self._end)

@@ -3,10 +3,13 @@ slow, but must end by itself, with its own words and code, and leave nothing."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
+import psutil
 import pytest
 
+from peer.lab.local_swarm import OwnDevice
 from tests.cluster.interrupted import PHASES, interrupt
 
 pytestmark = pytest.mark.timeout(120)
@@ -22,3 +25,25 @@ def test_ctrl_c_in_each_phase(place: Path, phase: str, frozen: bool) -> None:
     assert hint in line
     assert not end.left
     assert (place / "runs" / "cats" / "spec.json").exists() == (phase in ("training", "saving"))
+
+
+def test_a_trainers_own_device_that_is_given_up_while_it_starts_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for a swarm that never answers; its folder goes too."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("peer.lab.local_swarm.bound_command", lambda *_: ["sleep", "1000"])  # says nothing
+
+    async def main() -> None:
+        before = set(psutil.Process().children())
+        task = asyncio.create_task(OwnDevice.start(("nowhere",), "00"))
+        await asyncio.sleep(0)  # it launches before it first waits
+        [child] = set(psutil.Process().children()) - before
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not child.is_running()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert not list(tmp_path.iterdir())

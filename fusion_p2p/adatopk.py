@@ -180,12 +180,14 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GateRules(msgspec.Struct, frozen=True, kw_only=True):
-    """`window` steps must agree before the gate acts, so one odd batch does nothing."""
+    """`window` steps must agree before the gate acts, so one odd batch does nothing. Before step `settle` norms grow in
+    any run (threefold in 50 steps from scratch, measured), so none is compared with what it was then."""
 
     growth: float = 2.0  # of a norm over its dense reference
     loss_jump: float = 1.2  # of the window's median loss over the median of the `memory` steps before it
     window: int = 5
     memory: int = 50
+    settle: int = 100
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -231,7 +233,8 @@ def gate(
     recent, before = seen[-rules.window :], seen[: -rules.window][-rules.memory :]
     last, found = recent[-1].step, []
     for pair in sorted(compressed):
-        own = _least(before[: rules.window], pair) if len(before) == rules.memory else 0.0
+        settled = len(before) == rules.memory and before[0].step >= rules.settle
+        own = _least(before[: rules.window], pair) if settled else 0.0
         reference, what = (dense_norms[pair], "the dense one") if pair in dense_norms else (own, "that before")
         least = _least(recent, pair)
         if reference > 0 and not least <= rules.growth * reference:  # NaN counts as growth

@@ -105,7 +105,7 @@ def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: Pla
     proposal, slots = found
     cuts = proposal.chain.cuts
     if request.pinned:
-        numerics, why = base, []
+        numerics, why = base, [f"link {c.src}-{c.dst}: {c.codec}, as the numeric log has it" for c in base.codecs]
         proposal = with_rungs(proposal, rungs_of(base.codecs, request.ladder))
     else:
         channels = request.channels(cuts) if request.channels is not None else neighbours(atoms, cuts)

@@ -54,7 +54,8 @@ class Balance:
             advice = await asyncio.to_thread(
                 consider, plan, live.atoms, offers, request, adaptive=live.options.adaptive, recut_s=live.recut_s
             )
-            if plan is live.now.plan and not live.lost and self._adviser.judge(advice):
+            free = plan is live.now.plan and not live.lost and live.advice is None  # the gate may have spoken meanwhile
+            if free and self._adviser.judge(advice):
                 live.advice = advice
                 live.say("plan", f"another plan is wanted at the next set: {advice.reason}")
         finally:

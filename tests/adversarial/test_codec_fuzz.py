@@ -19,6 +19,12 @@ def test_mutated_payloads_give_typed_errors_only() -> None:
     assert tally.decoded > 500
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_million_mutations_give_typed_errors_only() -> None:
+    assert fuzz(seed=0, count=1_000_000).refused > 300_000
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_decoder_takes_no_more_memory_than_its_shape_warrants(name: str) -> None:
     shape, rng = (64, 64), random.Random(3)

@@ -73,9 +73,11 @@ def text() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return whole[:split], whole[split:-held], whole[-held:]
 
 
-def batch(data: np.ndarray, size: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    starts = rng.integers(0, data.size - CONTEXT - 1, size)
-    window = torch.from_numpy(data[starts[:, None] + np.arange(CONTEXT + 1)].astype(np.int64))
+def batch(
+    data: np.ndarray, size: int, rng: np.random.Generator, context: int = CONTEXT
+) -> tuple[torch.Tensor, torch.Tensor]:
+    starts = rng.integers(0, data.size - context - 1, size)
+    window = torch.from_numpy(data[starts[:, None] + np.arange(context + 1)].astype(np.int64))
     return window[:, :-1], window[:, 1:]
 
 
@@ -141,9 +143,10 @@ class Result:
 
 def evaluate(model: Gpt, data: np.ndarray, links: Sequence[Link] | None, step: int, tokens: int) -> float:
     """Mean loss (nats per byte) over the first `tokens` of data."""
-    rows = tokens // CONTEXT
-    grid = torch.from_numpy(data[: rows * CONTEXT + 1].astype(np.int64))
-    x, y = grid[:-1].view(rows, CONTEXT), grid[1:].view(rows, CONTEXT)
+    context = model.position.num_embeddings
+    rows = tokens // context
+    grid = torch.from_numpy(data[: rows * context + 1].astype(np.int64))
+    x, y = grid[:-1].view(rows, context), grid[1:].view(rows, context)
     total = 0.0
     with torch.no_grad():
         for i in range(0, rows, MICRO_BATCH):
@@ -153,7 +156,7 @@ def evaluate(model: Gpt, data: np.ndarray, links: Sequence[Link] | None, step: i
             cut = (lambda c, h: links[c].there(h)) if links is not None else (lambda c, h: h)
             logits = model(x[i : i + MICRO_BATCH], cut)
             total += float(F.cross_entropy(logits.flatten(0, 1), y[i : i + MICRO_BATCH].flatten(), reduction="sum"))
-    return total / (rows * CONTEXT)
+    return total / (rows * context)
 
 
 def pretrained() -> Gpt:

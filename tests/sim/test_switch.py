@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,7 +27,9 @@ def captured() -> Captured:
     return capture(_Net(width=128), batch(0))  # smaller frames are sent as they are
 
 
-def replayed(captured: Captured, log: list[NumericLogEntry], steps: int) -> tuple[list[float], str]:
+def replayed(
+    captured: Captured, log: list[NumericLogEntry], steps: int, data: Callable[[int], Any] = batch
+) -> tuple[list[float], str]:
     first = log[0].numerics
     local = LocalPipeline(
         captured, optimizer=OPTIMIZER, micro_batches=3, micro_batch_size=2, cuts=first.cuts, codecs=first.codecs
@@ -35,7 +39,7 @@ def replayed(captured: Captured, log: list[NumericLogEntry], steps: int) -> tupl
         for e in log[1:]:
             if e.first_step == step:
                 local.change(e.numerics.cuts, e.numerics.codecs)
-        losses.append(local.train_step(batch(step)))
+        losses.append(local.train_step(data(step)))
     return losses, local.weights_blake2b()
 
 

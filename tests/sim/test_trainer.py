@@ -117,6 +117,7 @@ class Lab:
         compression: str = "adatopk",
         script: tuple[NumericLogEntry, ...] = (),
         clock: Callable[[], float] = time.time,
+        adaptive: bool = False,
         replay: Replay | None = None,
         dies: bool = False,
     ) -> AsyncIterator[Trainer]:
@@ -138,6 +139,7 @@ class Lab:
                 gather_s=5.0,
                 recover_s=recover_s,
                 mark_interval=marks,
+                adaptive=adaptive,
                 script=script,
             ),
             initial=lambda program: to_bytes(initial_state(self.captured.state, program)),

@@ -133,8 +133,8 @@ def test_growth_past_twice_dense_names_the_link() -> None:
     assert "2.5 times the dense one" in found.reason
 
 
-def growing(doubling_steps: float) -> list[Observation]:
-    return [Observation(step=i, loss=2.0, norms={FIRST: 2 ** (i / doubling_steps)}) for i in range(55)]
+def growing(doubling_steps: float, start: int = 100) -> list[Observation]:
+    return [Observation(step=start + i, loss=2.0, norms={FIRST: 2 ** (i / doubling_steps)}) for i in range(55)]
 
 
 def test_without_a_dense_reference_growth_within_fifty_steps_counts() -> None:
@@ -142,6 +142,7 @@ def test_without_a_dense_reference_growth_within_fifty_steps_counts() -> None:
     assert found.link == FIRST and "times that before" in found.reason
     assert gate(growing(60), 0, (FIRST,), {}) == ()
     assert gate(growing(20)[:40], 0, (FIRST,), {}) == ()
+    assert gate(growing(20, start=0), 0, (FIRST,), {}) == ()  # as in any run's first steps
 
 
 def test_a_norm_that_is_no_number_counts_as_growth() -> None:

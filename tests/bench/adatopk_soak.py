@@ -96,7 +96,7 @@ def _choices(compression: str) -> tuple[Choice, ...]:
     return choose(compression, links, [STAGE_S] * STAGES)
 
 
-def from_scratch(compression: str, steps: int, seed: int = 0) -> Scratch:
+def from_scratch(compression: str, steps: int, tokens: int = HELD_OUT, seed: int = 0) -> Scratch:
     """Trains the model for `steps` in LocalPipeline with the codecs that the policy gives the testbed."""
     torch.manual_seed(seed)
     model = small.Gpt(WIDTH, LAYERS, HEADS, CONTEXT)
@@ -133,7 +133,7 @@ def from_scratch(compression: str, steps: int, seed: int = 0) -> Scratch:
         sent.append(sum(c.sent_bytes for r in reports.values() for c in r.cuts) + (sent[-1] if sent else 0))
     spent_s = time.process_time() - start
     model.load_state_dict({k.removeprefix("model."): v for k, v in pipeline.state_dict().items()})
-    loss = small.evaluate(model, held, None, 0, HELD_OUT)
+    loss = small.evaluate(model, held, None, 0, tokens)
     names = {f"{c.src}-{c.dst}": c.rung.codec for c in choices}
     norms = _norms(model, _batch(np.random.default_rng(5), held, 64)["x"])
     return Scratch(names, loss, norms, curve, sent, rms, spent_s)

@@ -11,7 +11,7 @@ from tests.bench.adatopk_soak import from_scratch, scratch_rows
 
 @pytest.mark.timeout(120)
 def test_the_first_steps_follow_dense() -> None:
-    dense, ours = from_scratch("none", 40), from_scratch("adatopk", 40)
+    dense, ours = from_scratch("none", 40, 10_000), from_scratch("adatopk", 40, 10_000)
     assert {"1-2", "0-3"} <= {pair for pair, codec in ours.codecs.items() if codec != "dense"}
     assert {pair for pair, codec in ours.codecs.items() if codec == "dense"} == {"0-1", "2-3"}
     assert dense.curve[-1] < 0.8 * dense.curve[0]

@@ -102,8 +102,9 @@ def _middle(window: Iterable[float]) -> float:
 class Adviser:
     """Fed with every tick; asked between. Holds no clock: time is what the steps took."""
 
-    def __init__(self, rates: Rates) -> None:
-        self.rates = rates
+    def __init__(self, rates: Rates, atoms: int) -> None:
+        self.rates, self._atoms = rates, atoms
+        self._shaped: tuple[int, ...] | None = None  # cuts whose first look is over
         self._hosts: dict[int, tuple[str, int]] = {}  # stage -> (peer, incarnation) that its window is of
         self._seconds: dict[int, deque[float]] = {}
         self._step_s: deque[float] = deque(maxlen=WINDOW)
@@ -135,9 +136,14 @@ class Adviser:
     def should_plan(
         self, plan: Plan, prior_s: Mapping[int, float], offers: Sequence[DeviceOffer], links: object
     ) -> bool:
-        """Take in what the stages' windows say; whether there is a reason to plan again now."""
+        """Take in what the stages' windows say; whether there is a reason to plan again now. `prior_s`: of the atoms as
+        `rates.scaled` has them."""
         placed = dict(enumerate(hosts(plan)))
         measured = {k: _middle(window) for k, window in self._seconds.items() if k in placed and window}
+        if plan.numerics.cuts != self._shaped:
+            self._shaped = plan.numerics.cuts
+            if self.rates.shape((0, *plan.numerics.cuts, self._atoms), placed, measured, prior_s):
+                return False  # `prior_s` is another now
         news = self.rates.hear(corrections(placed, measured, prior_s))
         news = self.rates.use(set(placed.values()), self._elapsed_s) or news
         self._settle()

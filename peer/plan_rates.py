@@ -1,19 +1,21 @@
 """How fast devices and links really are, kept steady: a figure changes only when it is clearly another. Pure.
 
 A device's correction is its measured over its predicted seconds. It comes from trial steps first, then from what the
-stages report of real steps, and stays with the device wherever its stages go.
+stages report of real steps, and stays with the device wherever its stages go. What a stage's pieces take beyond their
+prediction from the beginning is the pieces' own, and goes where they go: only a change tells of the device.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fusion_p2p.planner import Link
+from fusion_p2p.workload import Atom
 from peer.offers import DeviceOffer, SwarmLinks
 
 CLEAR = 1.25  # new over known, either way, from which a device's correction changes: noise of +-10% never does
-WRONG = 1.5  # of a trial step over the record's promise, either way, from which the trial step is believed
 FORGET_S = 300.0  # until a device that has no stage is given another chance; doubled with each one
 MOST_DOUBLED = 2
 CLEAR_LINK = 1.5  # the same for a link's rate; probes of a used link vary more
@@ -26,6 +28,7 @@ class Rates:
     def __init__(self) -> None:
         self._known: dict[Key, float] = {}
         self.real: set[Key] = set()  # devices of which real steps were seen: no trial step knows better
+        self._shape: list[float] = []  # by atom: seconds over its prediction
         self._idle_since_s: dict[Key, float] = {}
         self._chances: dict[Key, int] = {}
 
@@ -35,9 +38,39 @@ class Rates:
             if o.correction != 1.0 and (o.peer, o.device) not in self.real:
                 self._known[o.peer, o.device] = o.correction
 
+    def of(self, key: Key) -> float:
+        """A device's correction. One that was never seen at work is taken for as far from its record's promise as the
+        others are: what a model's operators cost beyond their FLOPs they cost everywhere."""
+        if key in self._known or key in self.real or not self.real:
+            return self._known.get(key, 1.0)
+        return statistics.median(self._known.get(k, 1.0) for k in self.real)
+
     def hear_trials(self, told: Mapping[Key, float]) -> None:
         """Corrections that trial steps show, of devices that real steps have not shown yet."""
-        self._known |= {k: c for k, c in told.items() if k not in self.real and not within(c, 1.0, WRONG)}
+        self._known |= {k: c for k, c in told.items() if k not in self.real}
+
+    def scaled(self, atoms: Sequence[Atom]) -> list[Atom]:
+        """The atoms as heavy as they showed to be."""
+        pairs = zip(atoms, self._shape or [1.0] * len(atoms), strict=True)
+        return [a if f == 1.0 else _heavier(a, f) for a, f in pairs]
+
+    def shape(
+        self,
+        bounds: Sequence[int],
+        placed: Mapping[int, Key],
+        measured_s: Mapping[int, float],
+        prior_s: Mapping[int, float],
+    ) -> bool:
+        """The first look at these cuts (`bounds` of atoms): what a stage takes beyond the others is its pieces' own.
+        Whether anything changed."""
+        ratio = {k: s / (prior_s[k] * self.of(placed[k])) for k, s in measured_s.items() if prior_s.get(k, 0.0) > 0}
+        common = statistics.median(ratio.values()) if ratio else 1.0
+        clear = {k: r / common for k, r in ratio.items() if common > 0 and not within(r / common, 1.0, CLEAR)}
+        self._shape = self._shape or [1.0] * bounds[-1]
+        for k, factor in clear.items():
+            for i in range(bounds[k], bounds[k + 1]):
+                self._shape[i] *= factor
+        return bool(clear)
 
     def use(self, used: Collection[Key], now_s: float) -> bool:
         """Only these have stages now. Whether another device was given a new chance: what slowed it may be over."""
@@ -56,14 +89,26 @@ class Rates:
 
     def hear(self, measured: Mapping[Key, float]) -> bool:
         """Corrections that real steps show; whether any is clearly another than what was known."""
-        news = {k: c for k, c in measured.items() if not within(c, self._known.get(k, 1.0), CLEAR)}
+        news = {k: c for k, c in measured.items() if not within(c, self.of(k), CLEAR)}
         self._known |= news
+        self._known |= {k: self.of(k) for k in measured}
         self.real |= measured.keys()
         return bool(news)
 
     def correct(self, offers: Iterable[DeviceOffer]) -> list[DeviceOffer]:
         """The offers with what is known of their devices."""
-        return [replace(o, correction=self._known.get((o.peer, o.device), o.correction)) for o in offers]
+        return [replace(o, correction=self.of((o.peer, o.device))) for o in offers]
+
+
+def _heavier(atom: Atom, factor: float) -> Atom:
+    """Everything that takes time, and nothing that takes memory or bandwidth."""
+    return replace(
+        atom,
+        forward_flops=round(atom.forward_flops * factor),
+        backward_flops=round(atom.backward_flops * factor),
+        forward_bytes=round(atom.forward_bytes * factor),
+        kernels=round(atom.kernels * factor),
+    )
 
 
 def within(new: float, old: float, factor: float) -> bool:

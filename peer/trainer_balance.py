@@ -7,13 +7,18 @@ is carried out by `trainer_switch`.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from peer.plan_change import Advice, Adviser, consider, prior_s
+from fusion_p2p.errors import InputError
+from peer.plan_change import Advice, Adviser, consider, hosts, prior_s
 from peer.plan_hosts import OPFENCE
+from peer.plan_rates import names
 from peer.trainer_live import Live
 from peer.trainer_ticks import TickResult
+
+log = logging.getLogger(__name__)
 
 
 class Balance:
@@ -21,9 +26,8 @@ class Balance:
 
     def __init__(self, live: Live, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> None:
         self._live, self._spawn = live, spawn
-        self._adviser = Adviser(live.rates)
+        self._adviser = Adviser(live.rates, len(live.atoms))
         self._looking = False
-        self._prior: tuple[int, dict[int, float]] = (0, {})  # of plan number, by stage
 
     def tick(self, result: TickResult) -> None:
         """One more tick's reports."""
@@ -45,18 +49,20 @@ class Balance:
         live = self._live
         plan, request, offers = live.now.plan, live.request, live.devices()
         try:
-            if self._prior[0] != plan.number:
-                found = await asyncio.to_thread(prior_s, plan, live.atoms, offers, request)
-                self._prior = plan.number, found
-            if plan is not live.now.plan or not self._adviser.should_plan(plan, self._prior[1], offers, live.links):
+            if not set(hosts(plan)) <= names(offers):
+                return  # of a host that is not on the board, nothing is known to plan with
+            prior = await asyncio.to_thread(prior_s, plan, live.rates.scaled(live.atoms), offers, request)
+            if plan is not live.now.plan or not self._adviser.should_plan(plan, prior, offers, live.links):
                 return
-            offers = live.devices()  # with the rates that were just learned
+            offers, atoms = live.devices(), live.rates.scaled(live.atoms)  # with what was just learned
             advice = await asyncio.to_thread(
-                consider, plan, live.atoms, offers, request, adaptive=live.options.adaptive, recut_s=live.recut_s
+                consider, plan, atoms, offers, request, adaptive=live.options.adaptive, recut_s=live.recut_s
             )
             free = plan is live.now.plan and not live.lost and live.advice is None  # the gate may have spoken meanwhile
             if free and self._adviser.judge(advice):
                 live.advice = advice
                 live.say("plan", f"another plan is wanted at the next set: {advice.reason}")
+        except InputError as error:  # of what others measured: the plan stays
+            log.info("no other plan: %s", error)
         finally:
             self._looking = False

@@ -130,8 +130,9 @@ class Switch:
         live = self._live
         request = replace(live.request, base=numerics, pinned=True, number=number)
         refs = live.refs(manifest)
+        atoms = live.rates.scaled(live.atoms)
         return await live.assembly.assemble(
-            live.atoms, live.devices(), request, lambda _: refs, manifest.tick, self._refused, live.rates.real
+            atoms, live.devices(), request, lambda _: refs, manifest.tick, self._refused, live.rates.real
         )
 
     # --- other hosts
@@ -174,11 +175,11 @@ class Switch:
     async def _second_thoughts(self, advice: Advice, plan: Plan) -> str:
         """What the trial steps of hosts that were not known yet say: why the change does not pay, or ""."""
         live = self._live
-        offers, request = live.devices(), live.request
+        offers, request, atoms = live.devices(), live.request, live.rates.scaled(live.atoms)
         new = {k: s for k, s in live.assembly.trial_s().items() if hosts(plan)[k] not in live.rates.real}
         if not new:
             return ""
-        prior = await asyncio.to_thread(prior_s, plan, live.atoms, offers, request)
+        prior = await asyncio.to_thread(prior_s, plan, atoms, offers, request)
         live.rates.hear_trials(corrections(dict(enumerate(hosts(plan))), new, prior))
-        then = await asyncio.to_thread(proposal_of, plan, live.atoms, live.devices(), request)
+        then = await asyncio.to_thread(proposal_of, plan, atoms, live.devices(), request)
         return still_pays(advice, then.step_s)

@@ -71,7 +71,8 @@ class _Hosted:
 
 
 class MiniVolunteer:
-    """`refuse`: what to answer to an offer of a stage. `trial_s`: what its trial step is said to take.
+    """`refuse`: what to answer to an offer of a stage. `trial_s`: what its trial step is said to take; `unit_s`: and
+    each forward and backward.
 
     `kill` ends it as a power cut would."""
 
@@ -85,12 +86,19 @@ class MiniVolunteer:
         self.adopted: list[int] = []
         self.alive = True
         self.trial_s = 0.0
+        self.unit_s = 0.0
+        self._now_s = 0.0
 
     async def start(self) -> None:
         await self.transport.serve(CONTROL, self._control)
         await serve_blobs(
             self.transport, self.store, lambda *_: True, limiter=Limiter(None), settings=ChannelSettings()
         )
+
+    def _clock(self) -> float:
+        """A unit's clock is read before and after it."""
+        self._now_s += self.unit_s
+        return self._now_s
 
     async def kill(self) -> None:
         self.alive = False
@@ -158,6 +166,7 @@ class MiniVolunteer:
             from_bytes(path.read_bytes()),
             first_tick=offer.first_tick,
             window=offer.window,
+            clock=self._clock,
         )
         me = Endpoint(stage=a.stage, peer=self.peer, endpoint=secrets.token_hex(8), incarnation=a.incarnation)
         hosted: _Hosted

@@ -49,7 +49,7 @@ class World:
         self.dice = random.Random(self.seed)
         self.slow: dict[str, float] = {}
         self.offers = [self.offer(f"p{i}") for i in range(self.peers)]
-        self.adviser, self.changes = Adviser(Rates()), list[tuple[int, Advice]]()
+        self.adviser, self.changes = Adviser(Rates(), LAYERS), list[tuple[int, Advice]]()
         self.atoms = atoms(self.cut_bytes)
         base = Numerics(cuts=(), micro_batches=MICRO_BATCHES, micro_batch_size=1)
         self.request = PlanRequest(base=base, links=self.links, compression="none")

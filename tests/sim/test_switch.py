@@ -13,6 +13,7 @@ import pytest
 from fusion_p2p.capture import Captured, capture
 from fusion_p2p.pipeline import LocalPipeline
 from fusion_p2p.plan import LinkCodec, NumericLogEntry, Plan
+from peer.events import RunEvent
 from peer.plan_change import Advice
 from peer.protocol import Refused
 from peer.trainer import Trainer
@@ -196,5 +197,32 @@ def test_hosts_change_and_the_numerics_stay(captured: Captured, tmp_path: Path, 
             assert len(lab.folder.numeric_log()) == 1
             want = replayed(captured, [e for _, e in lab.folder.numeric_log()], 6)
             assert losses == want[0] and await lab.hash(trainer, 6) == want[1]
+
+    asyncio.run(main())
+
+
+@MINUTE
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_who_becomes_slow_is_given_less_within_twenty_steps(captured: Captured, tmp_path: Path, adaptive: bool) -> None:
+    """From the stages' reports to another plan, with its reason; the weights are those of the replayed log."""
+
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        for k in range(4):
+            (await lab.add(f"volunteer{k}")).unit_s = 0.1
+        async with lab.trainer(3, adaptive=adaptive, marks=100) as trainer:
+            losses = await follow(lab, trainer, 0, 20)
+            assert len(lab.folder.numeric_log()) == 1
+            slow, before = lab.host(trainer, 1), trainer.plan
+            slow.unit_s = 0.4
+            losses += await follow(lab, trainer, 20, 40)
+            assert slow.peer not in {p.peer for p in trainer.plan.placement}
+            log = [e for _, e in lab.folder.numeric_log()]
+            assert adaptive or trainer.plan.numerics == before.numerics
+            assert any("%" in e.text for e in lab.heard if isinstance(e, RunEvent) and e.kind == "plan")
+            want = replayed(captured, log, 40)
+            assert losses == want[0] and await lab.hash(trainer, 40) == want[1]
+            losses += await follow(lab, trainer, 40, 80)
+            assert trainer.plan.number <= before.number + 3  # and there it stays
 
     asyncio.run(main())

@@ -24,6 +24,8 @@ SPARE = 12  # devices that no chain found so far uses, kept in orders that are l
 SCREENED = 8  # orders whose chains are scored after screening
 WRAPPED = 2.0  # of its memory that a chain may take which another device relieves at both ends
 RINGS, STARTS = 8, 6  # of tied weights: rings polished; devices tried for the first stage
+WIDE = 3  # orders looked at closely where there is time for a local search
+IDLE = 6  # rounds of local search without a gain, after which it ends
 LOCAL_ORDERS = 24  # neighbour orders of one round of local search
 DOUBT, RISK = 1.5, 1 / 3  # links may be this many times slower than measured; the weight of that case
 SPREAD = np.array([1.02, 1.2, 1.45, 1.8, 2.4, 3.5])  # first thresholds, in units of the bound's bottleneck
@@ -55,7 +57,9 @@ def search(costs: Costs, *, skip: bool, local_rounds: int, pinned: tuple[int, ..
         raise InputError("no peer offers memory for a stage; ask volunteers to raise their memory cap")
     fences = find_fences(costs.net, costs.w.typical_cut_bytes() * costs.ladder.rungs[-1].byte_share)
     usable = np.flatnonzero(costs.room_bytes > 0).tolist()
-    first = min(MOST_DEVICES, max(LEAST_DEVICES, *(2 * c.count for c in comps[:2])))
+    first = (
+        min(MOST_DEVICES, max(LEAST_DEVICES, *(2 * c.count for c in comps[:2]))) if not local_rounds else MOST_DEVICES
+    )
     limits = [len(usable)] if not skip else sorted({min(len(usable), n) for n in (first, 160, len(usable))})
     for limit in limits:
         keep = sorted(_promising(costs, comps, usable, limit))
@@ -121,6 +125,11 @@ class Search:
     pinned: tuple[int, ...] | None  # only these positions may be cut
     finalists: int = 3
 
+    @property
+    def wide(self) -> int:
+        """Orders of the screening that are looked at closely."""
+        return WIDE if self.local_rounds else 2
+
     def run(self) -> list[Best]:
         costs = self.costs
         devices = range(len(costs.net))
@@ -135,7 +144,7 @@ class Search:
         found = self._screen(candidates, self._thinned(at))
         if not found:
             return []
-        found = [self._polish(b) for b in self._refine(self._short(found[:2]), at)]
+        found = [self._polish(b) for b in self._refine(self._short(found[: self.wide]), at)]
         found.sort(key=_rank)
         if self.local_rounds:
             found = self._local(found)
@@ -282,9 +291,9 @@ class Search:
     def _refine(self, found: list[Best], at: Ints) -> list[Best]:
         """Narrow the threshold around the best ones, orders and their reverses, in two sweeps."""
         of: dict[tuple[orders.Order, int | None], float] = {}
-        for b in found[:2]:
+        for b in found[: self.wide]:
             for order in (b.order, b.order[::-1]):
-                for start in self._starts(found[:2]):
+                for start in self._starts(found[: self.wide]):
                     of.setdefault((order, start), b.threshold_s)
         grid = np.array(list(of.values()))[:, None] * np.geomspace(1 / 1.3, 1.25, 7)
         best_s = found[0].score.step_s if found[0].score.fits else INF
@@ -292,7 +301,7 @@ class Search:
         again = self._best_of([order for order, _ in of], grid, at, beat_s=best_s, starts=starts)
         found = sorted([*again, *found], key=_rank)[: self.finalists]
         fine = found[0].threshold_s * np.geomspace(0.96, 1.03, 7)
-        ends = {(b.order, b.chain.hosts[0] if self.costs.w.shared else None): None for b in found[:2]}
+        ends = {(b.order, b.chain.hosts[0] if self.costs.w.shared else None): None for b in found[: self.wide]}
         starts = [start for _, start in ends]
         again = self._best_of([order for order, _ in ends], fine, at, beat_s=best_s, starts=starts)
         return sorted([*again, *found], key=_rank)[: self.finalists]
@@ -340,7 +349,7 @@ class Search:
             if better.score.fits and better.score.step_s < best.score.step_s * (1 - 1e-6):
                 best, idle = better, 0
                 found = [best, *found][: self.finalists]
-            elif (idle := idle + 1) == 3:
+            elif (idle := idle + 1) == IDLE:
                 break
         refined = [self._polish(b) for b in self._refine([best], at)[:1]]
         return sorted([*refined, *found], key=_rank)[: self.finalists]

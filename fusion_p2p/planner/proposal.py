@@ -22,6 +22,9 @@ from fusion_p2p.planner.windows import choose_windows
 from fusion_p2p.planner.workload import Workload
 
 
+LOCAL_ROUNDS = 40  # of local search, at most
+
+
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
     """What the plan must respect besides memory and upload caps, which devices carry.
@@ -153,7 +156,7 @@ def plan(
     costs = make_costs(workload, network, micro_batches=micro_batches, ladder=ladder, tau=tau, constraints=constraints)
     limits = constraints or Constraints()
     pinned = limits.pinned_cuts
-    found = search(costs, skip=allow_skip, local_rounds=12 if local_search else 0, pinned=pinned)
+    found = search(costs, skip=allow_skip, local_rounds=LOCAL_ROUNDS if local_search else 0, pinned=pinned)
     if pinned is not None:
         found = replace(found, finalists=[_spread(costs, b, pinned) for b in found.finalists])
     return finish(costs, found, limits)

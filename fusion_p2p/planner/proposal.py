@@ -21,7 +21,6 @@ from fusion_p2p.planner.simulate import Options, Pool, Schedule, simulate
 from fusion_p2p.planner.windows import choose_windows
 from fusion_p2p.planner.workload import Workload
 
-
 LOCAL_ROUNDS = 40  # of local search, at most
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -291,6 +292,28 @@ def test_plan_of_a_configuration_on_a_testbed(call: Call) -> None:
 )
 def test_plan_says_what_is_wrong(call: Call, arguments: tuple[str, ...], words: str) -> None:
     code, out, err = call("plan", *arguments)
+    assert (code, out) == (2, "")
+    assert words in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda d: d["testbeds"]["T1"]["inter"].pop("A-B"), "no link between sites A and B"),
+        (lambda d: d["testbeds"]["T1"]["inter"].update({"A-B": [-100, 10]}), "it must be positive"),
+        (lambda d: d["gpus"]["RTX4090"].__setitem__(2, 0), "memory_bytes is 0"),
+        (lambda d: [gpu.__setitem__(2, 0.01) for gpu in d["gpus"].values()], "the model needs"),
+        (lambda d: [gpu.__setitem__(0, 0) for gpu in d["gpus"].values()], "flops_per_s is 0"),
+    ],
+)
+def test_a_faulty_testbed_is_one_line(call: Call, tmp_path: Path, edit: Callable[[Any], Any], words: str) -> None:
+    data = json.loads(BEDS.read_text())
+    edit(data)
+    (tmp_path / "beds.json").write_text(json.dumps(data))
+    summary = str(BEDS.with_name("opdags.json"))
+    code, out, err = call(
+        "plan", "--testbed", f"{tmp_path / 'beds.json'}:T1", "--model", "gpt2-xl", "--summary", summary
+    )
     assert (code, out) == (2, "")
     assert words in err and err.count("\n") == 1
 

@@ -8,10 +8,11 @@ import torch
 
 from fusion_p2p.errors import FrameError
 from fusion_p2p.frame import Kind, StepHeader
-from fusion_p2p.guard import FrameId, Guard, Suspicion
+from fusion_p2p.guard import Guard
 from fusion_p2p.inbox import Inbox, Slot
 from fusion_p2p.payloads import At, Payloads
 from fusion_p2p.split import StageProgram
+from fusion_p2p.suspicion import FrameId, Suspicion
 
 _TENSORS = (Kind.ACT, Kind.GRAD, Kind.WEIGHT, Kind.WGRAD)
 

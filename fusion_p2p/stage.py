@@ -21,7 +21,7 @@ from fusion_p2p.arrivals import Arrivals
 from fusion_p2p.compute import Compute, MicroBatch
 from fusion_p2p.errors import FrameError, FusionError, InputError
 from fusion_p2p.frame import TRAINER, Frame, Kind, StepHeader, TickReport, Verdict
-from fusion_p2p.guard import FrameId, Guard, Suspicion
+from fusion_p2p.guard import Guard
 from fusion_p2p.inbox import MICRO_BATCHES, Inbox, Slot
 from fusion_p2p.ir import OpDag
 from fusion_p2p.opset import dtype_of
@@ -32,6 +32,7 @@ from fusion_p2p.seeded import RngKey
 from fusion_p2p.settings import OptimizerSpec
 from fusion_p2p.snapshot import BUFFER, CODEC, OPTIM, PARAM
 from fusion_p2p.split import StageProgram
+from fusion_p2p.suspicion import FrameId, Suspicion
 
 _STEP = msgspec.msgpack.Decoder(StepHeader)
 _VERDICT = msgspec.msgpack.Decoder(Verdict)

@@ -24,6 +24,7 @@ from peer.protocol import (
     Hello,
     Keep,
     Mark,
+    Pass,
     Refused,
     RunSpec,
     SessionCert,
@@ -93,7 +94,7 @@ class TrainerSession:
             match message:
                 case StageOffer():
                     await self._offer(volunteer, message)
-                case Connect() | Mark() | Trim() | Drop():
+                case Connect() | Mark() | Trim() | Pass() | Drop():
                     await volunteer.command(self, message)
                 case Keep():
                     await volunteer.keep(self, message)

@@ -42,8 +42,8 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """`kind`: phase, plan, refused, lost, recovered, saved, waiting, gate, resumed, stopped, wanted (volunteers are).
-    `text` is one line."""
+    """`kind`: phase, plan, refused, lost, recovered, saved, waiting, gate, resumed, stopped, wanted (volunteers are),
+    suspect (a wild frame is computed again), quarantined (its sender is not trusted again). `text` is one line."""
 
     kind: str
     text: str

@@ -26,6 +26,7 @@ from fusion_p2p.compute import Compute
 from fusion_p2p.errors import FrameError, FusionError
 from fusion_p2p.frame import TRAINER
 from fusion_p2p.snapshot import chunks
+from fusion_p2p.suspicion import Suspicion
 from peer.blobs import BlobStore, fetch_blob
 from peer.channel_io import executor_settings
 from peer.control_io import MessageStream
@@ -56,10 +57,12 @@ from peer.protocol import (
     Endpoint,
     Mark,
     Marked,
+    Pass,
     Refused,
     Snapshotted,
     StageFault,
     StageStatus,
+    Suspect,
     Trim,
 )
 from peer.ratelimit import Limiter
@@ -132,6 +135,10 @@ class Executor:
             case Trim():
                 if (links := self._links(message.run, message.stage)) is not None:
                     links.trim(message.tick)
+            case Pass():
+                if (passing := self._hosted.get((message.run, message.stage))) is not None:
+                    stage, frame = passing.stage, message.frame
+                    self._compute.call(lambda: stage.pass_frame(frame))
             case Drop():
                 await self._drop((message.run, message.stage))
             case Lease():
@@ -186,6 +193,12 @@ class Executor:
         built = await asyncio.wrap_future(job)
         hosted = Hosted((run, a.stage), built.stage, message.numerics.threads)
         hosted.stage_flops = built.stage_flops
+
+        def suspect(what: Suspicion) -> None:
+            said = Suspect(run=run, stage=a.stage, incarnation=a.incarnation, what=what)
+            self._loop.call_soon_threadsafe(lambda: self._spawn(self._say(said)))
+
+        hosted.on_suspicion = suspect
         me = Endpoint(
             stage=a.stage, peer=self._transport.peer_id, endpoint=secrets.token_hex(16), incarnation=a.incarnation
         )

@@ -16,6 +16,7 @@ import torch
 from fusion_p2p.admit import Caps, admit
 from fusion_p2p.compute import Compute
 from fusion_p2p.errors import FusionError
+from fusion_p2p.guard import Guard
 from fusion_p2p.ir import OpDag
 from fusion_p2p.plan import Numerics
 from fusion_p2p.snapshot import from_bytes
@@ -94,6 +95,7 @@ def _build(host: HostStage, state_path: Path, limit: MemoryLimit, before: int, c
         program, dag, host.numerics, host.spec.optimizer, host.spec.seed, state,
         first_tick=host.first_tick, window=host.window, device=limit.device, clock=time.monotonic,
         compute=compute,
+        guard=Guard(host.watched),
     )  # fmt: skip
     peak = max(limit.peak(), limit.held())
     if peak > limit.cap_bytes:

@@ -18,6 +18,7 @@ import torch
 
 from fusion_p2p.frame import Frame
 from fusion_p2p.stage import Stage
+from fusion_p2p.suspicion import Suspicion
 from peer.links import Links
 from peer.protocol import Accepted
 
@@ -41,6 +42,8 @@ class Hosted:
         self.held_up_s = 0.0  # in all: its outbox was full
         self.stage_flops: dict[int, float] = {}  # of a micro-batch, by stage
         self.accepted: Accepted | None = None  # what the trainer was told when the stage came
+        self.on_suspicion: Callable[[Suspicion], None] = lambda suspicion: None  # on the compute thread
+        self._named: Suspicion | None = None
         self._full_since: float | None = None
 
     def work(self, now: float) -> bool:
@@ -60,6 +63,10 @@ class Hosted:
             torch.set_num_threads(self.threads)
         sent: list[Frame] | None = self.stage.advance()
         if sent is None:
+            if self.stage.suspicion is not self._named:
+                self._named = self.stage.suspicion
+                if self._named is not None:
+                    self.on_suspicion(self._named)
             return self._wait(self.stage.waiting_for(), now)
         self.waiting_for = ""
         for frame in sent:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from fusion_p2p.plan import Numerics
+from fusion_p2p.suspicion import Watched
 from peer.protocol import (
     MAX_MESSAGE,
     Accepted,
@@ -18,11 +19,13 @@ from peer.protocol import (
     Drop,
     Mark,
     Marked,
+    Pass,
     Refused,
     RunSpec,
     Snapshotted,
     StageFault,
     StageStatus,
+    Suspect,
     Trim,
 )
 
@@ -61,6 +64,7 @@ class HostStage(msgspec.Struct, frozen=True, tag="host", kw_only=True):
     first_tick: int
     trial: bool
     logged: bool
+    watched: tuple[Watched, ...] = ()
 
 
 class Adopt(msgspec.Struct, frozen=True, tag="adopt", kw_only=True):
@@ -83,7 +87,7 @@ class Upload(msgspec.Struct, frozen=True, tag="upload", kw_only=True):
     bytes_per_s: float | None
 
 
-ToExecutor = Start | HostStage | Adopt | Connect | Mark | Trim | Drop | Lease | Upload
+ToExecutor = Start | HostStage | Adopt | Connect | Mark | Trim | Pass | Drop | Lease | Upload
 
 # --- executor -> daemon
 
@@ -106,4 +110,4 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", kw_only=True):
     stages: tuple[tuple[str, int], ...] = ()
 
 
-FromExecutor = Ready | Beat | Accepted | Refused | Marked | Snapshotted | StageStatus | StageFault
+FromExecutor = Ready | Beat | Accepted | Refused | Marked | Snapshotted | StageStatus | StageFault | Suspect

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from fusion_p2p.plan import Numerics
 from fusion_p2p.settings import OptimizerSpec
+from fusion_p2p.suspicion import FrameId, Suspicion, Watched
 from peer.plain import one_line
 
 PROTOCOL_VERSION = 1
@@ -110,7 +111,8 @@ class StageOffer(msgspec.Struct, frozen=True, tag="offer", kw_only=True):
     """`opdag` may be empty when the volunteer said in Welcome that it has this hash. `state` restores the stage at
     `first_tick`; `trial` runs one full-shape step first, so that out-of-memory is a refusal with figures; `logged`:
     keep what was sent until a Trim covers it. `adopt`: the stage runs here already, under this incarnation, and goes on
-    where it is for this session; refused (gone) where it does not. Then nothing else of the offer counts."""
+    where it is for this session; refused (gone) where it does not. Then nothing else of the offer counts. `watched`:
+    frames into the stage of which a Suspect is wanted whatever they are."""
 
     assignment: Signed
     numerics: Numerics
@@ -121,6 +123,7 @@ class StageOffer(msgspec.Struct, frozen=True, tag="offer", kw_only=True):
     trial: bool = True
     logged: bool = False
     adopt: bool = False
+    watched: Annotated[tuple[Watched, ...], Meta(max_length=16)] = ()
 
 
 class Connect(msgspec.Struct, frozen=True, tag="connect", kw_only=True):
@@ -158,6 +161,14 @@ class Keep(msgspec.Struct, frozen=True, tag="keep", kw_only=True):
     tick: int
     state: BlobRef
     readers: Annotated[tuple[str, ...], Meta(max_length=4096)]
+
+
+class Pass(msgspec.Struct, frozen=True, tag="pass", kw_only=True):
+    """The frame that the stage suspected may be used."""
+
+    run: str
+    stage: int
+    frame: FrameId
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop", kw_only=True):
@@ -296,12 +307,21 @@ class StageFault(msgspec.Struct, frozen=True, tag="fault", kw_only=True):
         _plain(self, "code", "reason", "peer")
 
 
+class Suspect(msgspec.Struct, frozen=True, tag="suspect", kw_only=True):
+    """The stage holds back a frame that came in, and what depends on it, until a Pass or another host of it."""
+
+    run: str
+    stage: int
+    incarnation: int
+    what: Suspicion
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     pass
 
 
-ToVolunteer = Hello | StageOffer | Connect | Mark | Trim | Keep | Drop | Heartbeat
-ToTrainer = Welcome | Refused | Accepted | Marked | Snapshotted | Kept | StageStatus | StageFault | Heartbeat
+ToVolunteer = Hello | StageOffer | Connect | Mark | Trim | Keep | Pass | Drop | Heartbeat
+ToTrainer = Welcome | Refused | Accepted | Marked | Snapshotted | Kept | StageStatus | StageFault | Suspect | Heartbeat
 
 
 def _plain(message: msgspec.Struct, *fields: str) -> None:

@@ -22,6 +22,7 @@ from fusion_p2p.errors import InputError
 from fusion_p2p.frame import TRAINER
 from fusion_p2p.ir import OpDag
 from fusion_p2p.plan import Plan, StagePlacement
+from fusion_p2p.suspicion import Watched
 from fusion_p2p.workload import Atom
 from peer.channel_io import ChannelSettings
 from peer.errors import RefusedError
@@ -42,6 +43,7 @@ from peer.protocol import (
     StageFault,
     StageOffer,
     StageStatus,
+    Suspect,
 )
 from peer.signing import is_successor, new_session_key, public_bytes, sign
 from peer.trainer_host import Host, HostLost
@@ -88,7 +90,7 @@ class Assembly:
         *,
         spawn: Spawn,
         on_lost: Lost,
-        on_fault: Callable[[str, StageFault], None],
+        on_fault: Callable[[str, StageFault | Suspect], None],
         on_status: Callable[[str, StageStatus], None],
         channels: ChannelSettings,
         own_addresses: Callable[[], tuple[str, ...]] = lambda: (),
@@ -104,6 +106,7 @@ class Assembly:
         self._offered: Counter[str] = Counter()  # peers with an offer under way
         self._wanted: frozenset[tuple[str, int, int]] = frozenset()  # (peer, stage, incarnation) to be adopted
         self.addresses: Mapping[str, tuple[str, ...]] = {}
+        self.watched: dict[int, tuple[Watched, ...]] = {}  # by stage, for its next host
         self.me = self._new_endpoint()
 
     async def assemble(
@@ -386,6 +389,7 @@ class Assembly:
             first_tick=first_tick,
             trial=before is None or (before[0].peer, before[0].device) != (p.peer, p.device),
             logged=p.logged,
+            watched=self.watched.get(p.stage, ()),
         )
 
     async def _drop(self, stages: Mapping[int, tuple[StagePlacement, Accepted]], reason: str) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from fusion_p2p.plan import Plan
 from peer.link_ends import LinkEvent
-from peer.protocol import StageFault, StageStatus
+from peer.protocol import StageFault, StageStatus, Suspect
 from peer.trainer_complaints import Complaints
+from peer.trainer_guard import Guardian
 from peer.trainer_live import Live
 from peer.trainer_watch import Watch
 
@@ -25,7 +26,7 @@ class Hearing:
 
     def __init__(self, live: Live, watch: Watch, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> None:
         self._live, self._watch, self._spawn = live, watch, spawn
-        self._complaints = Complaints(live, spawn)
+        self._complaints, self._guardian = Complaints(live, spawn), Guardian(live, spawn)
 
     def forget(self) -> None:
         """Every stage begins anew."""
@@ -38,9 +39,13 @@ class Hearing:
         self._live.outbox_share[status.stage] = status.outbox_share
         self._watch.status(status, placed.links.bytes_sent())
 
-    def fault(self, peer: str, fault: StageFault) -> None:
+    def fault(self, peer: str, fault: StageFault | Suspect) -> None:
         placed = self._live.placed
         if placed is not None and not self._counts(placed.plan, peer, fault):
+            return
+        if isinstance(fault, Suspect):
+            if placed is not None and fault.stage < placed.plan.numerics.stages:
+                self._guardian.hear(peer, fault)
             return
         if fault.code == "leaving" and placed is not None:
             self._live.hand_over(peer, fault.reason)
@@ -61,7 +66,7 @@ class Hearing:
         if peer in self._live.leaving:
             self._live.lose(peer, reason)
 
-    def _counts(self, plan: Plan, peer: str, said: StageStatus | StageFault) -> bool:
+    def _counts(self, plan: Plan, peer: str, said: StageStatus | StageFault | Suspect) -> bool:
         """Whether this is of the plan's host of the stage, or of one that is being put in its place."""
         if said.incarnation < self._live.fence or said.stage < 0:
             return False

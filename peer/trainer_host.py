@@ -31,6 +31,7 @@ from peer.protocol import (
     StageFault,
     StageOffer,
     StageStatus,
+    Suspect,
     ToTrainer,
     Welcome,
 )
@@ -68,7 +69,7 @@ class Host:
         peer: str,
         *,
         on_status: Callable[[str, StageStatus], None],
-        on_fault: Callable[[str, StageFault], None],
+        on_fault: Callable[[str, StageFault | Suspect], None],
         is_successor: Callable[[Signed], bool],
         channels: ChannelSettings,
     ) -> None:
@@ -146,8 +147,13 @@ class Host:
     def abandon(self, reason: str) -> None:
         """Nobody waits for this host's snapshots any more."""
         gone = HostLost(self.peer, reason)
-        for mark in (*self._marks.values(), *self._noted.values()):
-            _settle(mark, gone)
+        self._settle_marks(gone)
+
+    def _settle_marks(self, gone: HostLost) -> None:
+        for made in self._marks.values():
+            _settle(made, gone)
+        for noted in self._noted.values():
+            _settle(noted, gone)
         self._marks.clear()
 
     async def send(self, message: msgspec.Struct) -> None:
@@ -207,7 +213,7 @@ class Host:
                     _settle(self._marks.pop((stage, tick), None), message)
                 case Kept(stage=stage, tick=tick):
                     _settle(self._keeps.get((stage, tick)), message)
-                case StageFault():
+                case StageFault() | Suspect():
                     self._on_fault(self.peer, message)
                 case Refused(code="lease", cert=Signed() as cert) if self._is_successor(cert):
                     raise RunPaused(f"paused: {message.reason}; this session was replaced and ends")
@@ -229,9 +235,7 @@ class Host:
             self._gone = HostLost(self.peer, reason)
             for offer in self._offers.values():
                 _settle(offer, self._gone)
-            for mark in (*self._marks.values(), *self._noted.values()):
-                _settle(mark, self._gone)
-            self._marks.clear()
+            self._settle_marks(self._gone)
             for keep in self._keeps.values():
                 _settle(keep, self._gone)
         return self._gone

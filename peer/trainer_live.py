@@ -84,9 +84,10 @@ class Live:
     `early`: the same of hosts of the plan that is about to be in force. `excluded`: peer -> until when it gets none
     (monotonic). `leaving`: hosts that serve until the next complete set and then hand over -> why. `kept`: hash of the
     newest set's snapshots -> buddies that have it; `keepers`: -> who has been asked to. `outbox_share`: how full each
-    stage's outboxes are. `rates`: how fast devices are. `links`: as measured. `ladder`: codecs as measured. `advice`:
-    a change for the next set; `script`: entries of the numeric log that are still to come. `placing` is held by
-    whoever changes the plan; incarnations below `fence` are of cuts that are over."""
+    stage's outboxes are. `again`: stages to be rebuilt with the next that are lost; `may_stay`: lost ones that go on
+    serving if nobody takes their stages. `rates`: how fast devices are. `links`: as measured. `ladder`: codecs as
+    measured. `advice`: a change for the next set; `script`: entries of the numeric log that are still to come.
+    `placing` is held by whoever changes the plan; incarnations below `fence` are of cuts that are over."""
 
     transport: Transport
     swarm: Swarm
@@ -107,6 +108,8 @@ class Live:
     kept: dict[str, list[str]] = field(default_factory=dict)
     keepers: dict[str, str] = field(default_factory=dict)
     outbox_share: dict[int, float] = field(default_factory=dict)
+    again: set[int] = field(default_factory=set)
+    may_stay: set[str] = field(default_factory=set)
     placed: Placed | None = None
     rates: Rates = field(default_factory=Rates)
     links: SwarmLinks = field(default_factory=SwarmLinks)
@@ -190,11 +193,20 @@ class Live:
         self.exclude(peer, AFTER_LOSS_S)
         self.lose(peer, reason)
 
+    def keep(self, peer: str) -> None:
+        """A host whose stages nobody takes goes on serving."""
+        self.may_stay.discard(peer)
+        self.lost.pop(peer, None)
+        if not self.lost:
+            self.whole.set()
+
     def lose(self, peer: str, reason: str, *, moving: bool = False) -> None:
         """A host of the plan is gone: marks wait, `Repair` wakes. Does nothing the second time.
 
         `moving`: it lives, and hands over.
         """
+        if not moving:
+            self.may_stay.discard(peer)
         stages = [p.stage for p in self.placed.plan.placement if p.peer == peer] if self.placed else []
         if not stages and self.assembly.hosts_stage(peer):  # of a plan that is not yet in force
             self.early[peer] = reason

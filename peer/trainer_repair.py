@@ -39,9 +39,12 @@ class Repair:
                         live.say("wanted", why, stage=error.stage, wanted_peers=1, wanted_bytes=error.need_bytes)
                         said = why
                 look = True
-                if why and loop.time() >= until:
+                for peer in [peer for peer in live.lost if why and peer in live.may_stay]:
+                    live.say("moving", f"{peer[-8:]} keeps its stages: {why}", peer=peer)
+                    live.keep(peer)
+                if why and live.lost and loop.time() >= until:
                     raise RunPaused(self._farewell(why))
-                if why:
+                if why and live.lost:
                     await asyncio.sleep(RETRY_S)
 
     def _stages_of(self, peer: str) -> list[int]:
@@ -76,7 +79,7 @@ class Repair:
         live, now = self._live, self._live.now
         offers = live.devices()
         moved = [k for peer in gone for k in self._stages_of(peer)]
-        group = recovery_group(now.plan, moved, now.edges())
+        group = recovery_group(now.plan, {*moved, *live.again}, now.edges())
         try:
             base = msgspec.structs.replace(now.plan, number=now.number)
             factor = PlanRequest(base=base.numerics).state_factor
@@ -98,6 +101,8 @@ class Repair:
         now.offers = offers
         for peer in gone:
             del live.lost[peer]
+            live.may_stay.discard(peer)
+        live.again.clear()
         await self._adopt(plan)
         for old in gone:
             await live.assembly.drop(

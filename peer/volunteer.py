@@ -33,6 +33,7 @@ from peer.protocol import (
     Kept,
     Mark,
     Marked,
+    Pass,
     Refused,
     RunSpec,
     SessionCert,
@@ -41,6 +42,7 @@ from peer.protocol import (
     StageFault,
     StageOffer,
     StageStatus,
+    Suspect,
     Trim,
 )
 from peer.signing import check_assignment
@@ -173,6 +175,7 @@ class Volunteer:
         message = HostStage(
             spec=session.spec, assignment=a, numerics=offer.numerics, window=offer.window, opdag=opdag,
             state=offer.state, first_tick=offer.first_tick, trial=offer.trial, logged=offer.logged,
+            watched=offer.watched,
         )  # fmt: skip
         before = self.stages.get((a.run, a.stage))
         self.stages[a.run, a.stage] = HostedStage(
@@ -209,7 +212,7 @@ class Volunteer:
         stage.peers |= {session.cert.trainer_peer}
         await self._tell(a.device, Adopt(run=a.run, stage=a.stage))
 
-    async def command(self, session: Session, message: Connect | Mark | Trim | Drop) -> None:
+    async def command(self, session: Session, message: Connect | Mark | Trim | Pass | Drop) -> None:
         """Pass on what concerns a stage of this session's run; anything else is not its business."""
         key = (message.run, message.stage)
         stage = self.stages.get(key)
@@ -265,7 +268,7 @@ class Volunteer:
                 if stage is not None and not stage.accepted:
                     self._forget((message.run, message.stage))
                     self._post(message.run, message)
-            case Marked():
+            case Marked() | Suspect():
                 self._post(message.run, message)
             case Snapshotted():
                 stage = self.stages.get((message.run, message.stage))
@@ -404,7 +407,7 @@ class Volunteer:
         if session is not None:
             session.post(message)
 
-    async def _tell(self, device: str, message: Adopt | Connect | Mark | Trim | Drop | Lease) -> None:
+    async def _tell(self, device: str, message: Adopt | Connect | Mark | Trim | Pass | Drop | Lease) -> None:
         try:
             await self.executors[device].send(message)
         except ExecutorDied as error:

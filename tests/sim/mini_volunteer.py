@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from dht.records import Device, PeerRecord
 from dht.transport import Stream
-from fusion_p2p.frame import TRAINER
+from fusion_p2p.frame import TRAINER, Frame
+from fusion_p2p.guard import Guard
 from fusion_p2p.ir import OpDag
 from fusion_p2p.snapshot import from_bytes, to_bytes
 from fusion_p2p.split import split
 from fusion_p2p.stage import Stage
+from fusion_p2p.suspicion import Suspicion
 from peer.blobs import BlobStore, fetch_blob, serve_blobs
 from peer.channel_io import ChannelSettings
 from peer.control_io import MessageStream
@@ -34,12 +37,14 @@ from peer.protocol import (
     Hello,
     Mark,
     Marked,
+    Pass,
     Refused,
     RunSpec,
     SessionCert,
     Snapshotted,
     StageOffer,
     StageStatus,
+    Suspect,
     ToVolunteer,
     Trim,
     Welcome,
@@ -51,10 +56,11 @@ _DECODER: msgspec.msgpack.Decoder[ToVolunteer] = msgspec.msgpack.Decoder(ToVolun
 
 
 class _Hosted:
-    def __init__(self, stage: Stage, links: Links) -> None:
-        self.stage, self.links = stage, links
+    def __init__(self, stage: Stage, links: Links, owner: MiniVolunteer) -> None:
+        self.stage, self.links, self.owner = stage, links, owner
         self.marks: dict[int, asyncio.Future[bytes]] = {}
         self.news = asyncio.Event()
+        self.named: Suspicion | None = None
         self.task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -65,8 +71,13 @@ class _Hosted:
             if (waiter := self.marks.pop(self.stage.tick, None)) is not None:
                 waiter.set_result(to_bytes(self.stage.snapshot()))
             sent = self.stage.advance()
+            what, messages = self.stage.suspicion, self.owner.messages
+            if what is not None and what is not self.named and messages is not None:
+                self.named, me = what, self.links.me
+                said = Suspect(run=self.links.run.hex(), stage=me.stage, incarnation=me.incarnation, what=what)
+                await self.owner._say(messages, said)
             for out in sent or ():
-                await self.links.send(out)
+                await self.links.send(self.owner.lie(out))
             await (self.news.wait() if sent is None else asyncio.sleep(0))
 
 
@@ -88,6 +99,8 @@ class MiniVolunteer:
         self.trial_s = 0.0
         self.unit_s = 0.0
         self._now_s = 0.0
+        self.lie: Callable[[Frame], Frame] = lambda frame: frame
+        self.messages: MessageStream[ToVolunteer] | None = None
 
     async def start(self) -> None:
         await self.transport.serve(CONTROL, self._control)
@@ -116,6 +129,7 @@ class MiniVolunteer:
 
     async def _control(self, stream: Stream) -> None:
         messages: MessageStream[ToVolunteer] = MessageStream(stream.reader, stream.writer, _DECODER)
+        self.messages = messages
         hello = await messages.receive(timeout_s=5.0)
         assert isinstance(hello, Hello)
         spec = msgspec.msgpack.decode(hello.spec.body, type=RunSpec)
@@ -136,6 +150,9 @@ class MiniVolunteer:
                 case Mark():
                     await self._say(messages, Marked(run=spec.run, stage=message.stage, tick=message.tick))
                     marks.add(asyncio.create_task(self._mark(messages, message)))
+                case Pass():
+                    self.hosted[message.stage].stage.pass_frame(message.frame)
+                    self.hosted[message.stage].news.set()
                 case Trim():
                     self.hosted[message.stage].links.trim(message.tick)
                 case Drop():
@@ -167,6 +184,7 @@ class MiniVolunteer:
             first_tick=offer.first_tick,
             window=offer.window,
             clock=self._clock,
+            guard=Guard(offer.watched),
         )
         me = Endpoint(stage=a.stage, peer=self.peer, endpoint=secrets.token_hex(8), incarnation=a.incarnation)
         hosted: _Hosted
@@ -181,7 +199,7 @@ class MiniVolunteer:
             notify=lambda: hosted.news.set(),
         )
         await links.__aenter__()
-        hosted = self.hosted[a.stage] = _Hosted(stage, links)
+        hosted = self.hosted[a.stage] = _Hosted(stage, links, self)
         hosted.task = asyncio.create_task(hosted.run())
         return self._accepted(spec, hosted)
 

@@ -1,0 +1,120 @@
+"""Wild frames: not finite, or far larger than a stream's frames were. Another host computes them again (DESIGN 2).
+
+The stage that received one waits, named. Its sender's stage is rebuilt elsewhere from the newest set, the receiver's
+where it is, and what comes then decides: the same bytes, or as wild ones, and the model did it - the verdict of the
+step says what follows; something tame, and the first host is not trusted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from fusion_p2p.suspicion import FrameId, Suspicion, Watched
+from peer.protocol import Pass, Suspect
+from peer.trainer_host import HostLost
+from peer.trainer_live import Live
+
+OWN_TICKS = 4  # after a frame was found to be the model's own, as many ticks' wild ones pass unasked
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A frame into `stage` that the stage of `sender`, a peer, made wild."""
+
+    stage: int
+    incarnation: int
+    sender: str
+    what: Suspicion
+
+
+class Guardian:
+    """On the session's loop. One case at a time: the others wait for its outcome."""
+
+    def __init__(self, live: Live, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        self._live, self._spawn = live, spawn
+        self._case: _Case | None = None
+        self._later: list[_Case] = []
+        self._own_until = -1  # the tick up to which wild frames are taken for the model's own
+
+    def hear(self, reporter: str, said: Suspect) -> None:
+        """The plan's host of stage `said.stage` holds a frame back."""
+        live, frame = self._live, said.what.frame
+        senders = range(live.now.plan.numerics.stages)
+        if frame.src not in senders or frame.src == said.stage or len(said.what.digest) != DIGEST_BYTES:
+            live.exclude(reporter)
+            return live.lose(reporter, f"stage {said.stage} suspects what no stage sends: {frame}")
+        case = _Case(said.stage, said.incarnation, live.now.plan.host(frame.src).peer, said.what)
+        open_case = self._case
+        if open_case is not None and (open_case.stage, open_case.what.frame) == (case.stage, frame):
+            if open_case.sender != case.sender:
+                self._spawn(self._judge(open_case, said.what))
+        elif frame.tick <= self._own_until:
+            self._spawn(self._pass(case.stage, frame))
+        elif open_case is not None:
+            self._later.append(case)
+        else:
+            self._case = case
+            self._spawn(self._recompute(case))
+
+    async def _recompute(self, case: _Case) -> None:
+        live, frame = self._live, case.what.frame
+        text = f"{case.sender[-8:]} sent {frame} with norm {case.what.norm:.3g}: another host computes it again"
+        live.say("suspect", text, peer=case.sender, stage=frame.src)
+        live.assembly.watched[case.stage] = (Watched(frame, case.what.bound),)
+        live.again.add(case.stage)
+        live.may_stay.add(case.sender)
+        live.lose(case.sender, f"it sent {frame} with norm {case.what.norm:.3g}", moving=True)
+        await live.whole.wait()
+        plan = live.now.plan
+        unmoved = plan.host(frame.src).peer == case.sender or plan.host(case.stage).incarnation == case.incarnation
+        if self._case is case and unmoved:
+            live.again.discard(case.stage)
+            live.say("notice", f"{frame} passes: nobody else could compute it again", stage=frame.src)
+            await self._close(case, own=True)
+
+    async def _judge(self, case: _Case, again: Suspicion) -> None:
+        """Another host has computed the frame."""
+        live, frame = self._live, case.what.frame
+        if self._case is not case:
+            return
+        own = again.digest == case.what.digest or again.wild
+        if own:
+            live.say(
+                "notice", f"{frame} is wild at two hosts: the model made it, and the step decides", stage=frame.src
+            )
+        else:
+            live.exclude(case.sender)
+            text = f"{case.sender[-8:]} is not trusted again: {frame} came with norm {again.norm:.3g} from another host"
+            live.say("quarantined", text, peer=case.sender, stage=frame.src)
+        await self._close(case, own=own)
+
+    async def _close(self, case: _Case, *, own: bool) -> None:
+        live, frame = self._live, case.what.frame
+        if own:
+            self._own_until = max(self._own_until, frame.tick + OWN_TICKS)
+        live.assembly.watched.pop(case.stage, None)
+        self._case, later, self._later = None, self._later, []
+        await self._pass(case.stage, frame)
+        for other in later:
+            if own:
+                await self._pass(other.stage, other.what.frame)
+            elif other.sender == case.sender:  # it holds what the quarantined host sent: it is made anew
+                holder = live.now.plan.host(other.stage).peer
+                live.may_stay.add(holder)
+                live.lose(holder, f"stage {other.stage} holds a frame of {case.sender[-8:]}", moving=True)
+            elif self._case is None:
+                self._case = other
+                self._spawn(self._recompute(other))
+            else:
+                self._later.append(other)
+
+    async def _pass(self, stage: int, frame: FrameId) -> None:
+        live = self._live
+        host = live.now.plan.host(stage).peer
+        try:
+            await live.assembly.host(host).send(Pass(run=live.run, stage=stage, frame=frame))
+        except HostLost as lost:
+            live.lose(lost.peer, lost.reason)

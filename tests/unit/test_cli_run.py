@@ -108,6 +108,14 @@ BAD = {
     "unknown key": (lambda: ["train", write(CONFIG + "[bacth]\n")], "bad.toml: unknown key bacth; did you mean batch?"),
     "no such file": (lambda: ["train", "none.toml"], "fusion-run init gpt2 > none.toml"),
     "no preset": (lambda: ["init", "bert"], "choose one of: gpt2, resnet"),
+    "no numeric log": (
+        lambda: ["train", "run.toml", "--local", "2", "--numeric-log", "none.jsonl"],
+        "none.jsonl cannot be read",
+    ),
+    "a mode that is none": (
+        lambda: ["train", write(CONFIG + '[numerics]\nmode = "free"\n')],
+        "numerics.mode = 'free'",
+    ),
     "two swarms": (lambda: ["train", "run.toml", "--swarm", NOBODY, "--local", "2"], "exclude each other"),
     "no swarm": (lambda: ["train", "run.toml"], "give --swarm ADDR or --local N"),
     "malformed address": (lambda: ["train", "run.toml", "--swarm", "1.2.3.4:80"], "1.2.3.4:80"),

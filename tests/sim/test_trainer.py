@@ -118,7 +118,6 @@ class Lab:
         script: tuple[NumericLogEntry, ...] = (),
         adaptive: bool = False,
         clock: Callable[[], float] = time.time,
-        adaptive: bool = False,
         replay: Replay | None = None,
         dies: bool = False,
     ) -> AsyncIterator[Trainer]:
@@ -142,7 +141,6 @@ class Lab:
                 mark_interval=marks,
                 adaptive=adaptive,
                 script=script,
-                adaptive=adaptive,
             ),
             initial=lambda program: to_bytes(initial_state(self.captured.state, program)),
             sink=self.heard.append,

@@ -9,8 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import pathlib
-import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -571,7 +570,7 @@ def boolean_constant_of_sevens() -> Graph:
 
 
 def main() -> None:
-    """Admit all of them; a line for each that is not refused for its reason, then the peak memory in MiB."""
+    """Admit all of them; a line for each that is not refused for its reason, then "done"; ends with its stdin."""
     for name, (build, reason) in HOSTILE.items():
         try:
             admit(build(), caps=Caps())
@@ -580,8 +579,8 @@ def main() -> None:
                 print(f"{name}: refused for another reason: {str(error)[:150]}")
         else:
             print(f"{name}: ADMITTED")
-    status = pathlib.Path("/proc/self/status").read_text()  # ru_maxrss would count the parent's memory at the fork
-    print(int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) // 1024)  # type: ignore[index]
+    print("done", flush=True)
+    sys.stdin.read()  # whoever measures this process looks at it now
 
 
 if __name__ == "__main__":

@@ -87,6 +87,11 @@ def test_frozen_weights_take_no_gradient_no_optimizer_memory_no_traffic(trained:
         held = stage.snapshot()
         moments = {k.split("/", 2)[2] for k in held if k.startswith(OPTIM)}
         assert moments == {k.removeprefix(PARAM) for k in held if k.startswith(PARAM) and "lora_" in k}
+    states = [stage.snapshot() for stage in trained.pipeline.stages]
+    nbytes = {k: t.nbytes for held in states for k, t in held.items()}
+    adapter = sum(size for k, size in nbytes.items() if k.startswith(PARAM) and "lora_" in k)
+    moments = sum(size for k, size in nbytes.items() if k.startswith(OPTIM) and "exp_avg" in k)
+    assert moments == 2 * adapter < 0.1 * sum(size for k, size in nbytes.items() if k.startswith(PARAM))
     after = trained.pipeline.state_dict()
     changed = {n for n, t in after.items() if not torch.equal(t, trained.before[n])}
     assert changed == {n for n in after if "lora_" in n}

@@ -202,6 +202,25 @@ def output_dict() -> Built:
     return OutputDict(), batch, None
 
 
+@dataclass
+class Prediction:
+    loss: torch.Tensor
+    hidden: torch.Tensor
+    attention: None = None
+
+
+class OutputDataclass(nn.Module):
+    """A dataclass of the user's own, with a None, as output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Prediction:
+        hidden = self.a(x).tanh()
+        return Prediction(F.mse_loss(self.b(hidden), y), hidden)
+
+
 class TiedAutoencoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -342,6 +361,11 @@ HAND_WRITTEN = (
     Case("regions", "torch.no_grad, detach and autocast regions", lambda: _regress(Regions(), 5)),
     Case("checkpointed", "activation checkpointing (use_reentrant=False)", lambda: _regress(Checkpointed(), 5)),
     Case("structures", "dict batch with nested, integer and None entries; dict output", output_dict),
+    Case(
+        "dataclass_output",
+        "a dataclass with None as output, its `loss` taken",
+        lambda: (OutputDataclass(), (torch.randn(3, 5), torch.randn(3, 4)), None),
+    ),
     Case("tied_autoencoder", "a weight used twice under two names; a lone tensor as batch", tied_autoencoder),
     Case("frozen", "partly frozen weights, a batch norm kept in eval mode", frozen),
     Case("lora", "peft LoRA adapters", lora),

@@ -60,7 +60,7 @@ __all__ = ["LocalSwarm", "Run", "RunPaused", "TrainSummary"]
 
 DONE_S = 9.0
 SAVE_EVERY = 50
-PROBE_S = 15.0  # in which a new run may measure its codecs, if its plan would compress a link
+PROBE_S = 15.0  # in which a new run may time its operators, and its codecs if its plan would compress a link
 
 
 class Run(Training):
@@ -270,7 +270,7 @@ class Run(Training):
                 seed=self._seed,
                 optimizer=self._optimizer,
                 micro_batch_size=self._numerics.micro_batch_size,
-                # the volunteers of a local swarm or a lab share this CPU: timed beside them, codecs look slow
+                # the volunteers of a local swarm or a lab share this CPU: what is timed beside them looks slow
                 probe_s=0.0 if isinstance(self._swarm, LocalSwarm) else PROBE_S,
             )
             self._created = folder
@@ -303,6 +303,7 @@ class Run(Training):
                 mark_interval=self._save_every,
                 adaptive=self._adaptive and not script,
                 probe=begun.probe,
+                shape=begun.shape,
                 script=script,
                 channels=channels_of(self._swarm),
             ),

@@ -12,11 +12,12 @@ import msgspec
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from dht.home import last_swarm
+from dht.home import home, last_swarm
 from fusion_p2p.capture import Loss, capture, feed
 from fusion_p2p.errors import InputError
 from fusion_p2p.ir import OpDag
 from fusion_p2p.optim import AdamW, check, from_torch
+from fusion_p2p.planner import AtomTimes
 from fusion_p2p.settings import OptimizerSpec
 from fusion_p2p.snapshot import initial_state, to_bytes
 from fusion_p2p.split import StageProgram
@@ -26,6 +27,7 @@ from peer.channel_io import ChannelSettings
 from peer.data import Source
 from peer.errors import SignatureError
 from peer.lab.local_swarm import LocalSwarm
+from peer.op_times import FOLDER, shape_of
 from peer.signing import check_own, make_run_spec
 from peer.trainer_adopt import Replay
 from peer.trainer_ladder import LadderProbe
@@ -34,12 +36,14 @@ from peer.trainer_state import Manifest, RunFolder
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The checked OP-DAG, its constants, what makes the first snapshot of a stage, and what measures its codecs."""
+    """The checked OP-DAG, its constants, what makes the first snapshot of a stage, what measures its codecs, and how
+    its time divides over its atoms."""
 
     dag: OpDag
     constants: Mapping[str, Any]
     initial: Initial
     probe: LadderProbe | None = None
+    shape: AtomTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ def created(
 ) -> Begun:
     """Capture `model` and sign the run's spec into `folder`. Raises InputError, CaptureError.
 
-    `probe_s`: seconds in which its codecs may be measured, 0: they are not.
+    `probe_s`: seconds in which its operators, and later its codecs, may be timed here; 0: they are not.
     """
     if folder.exists:
         raise InputError(f"{folder.root} holds a run already; continue it with: fusion-run resume {folder.root}")
@@ -104,6 +108,7 @@ def created(
         captured.constants,
         lambda program: to_bytes(initial_state(state, program)),
         measure if probe_s > 0 and measure.fits else None,
+        shape_of(captured.opdag, micro_batch_size, home() / FOLDER, probe_s) if probe_s > 0 else None,
     )
 
 

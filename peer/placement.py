@@ -17,7 +17,7 @@ import msgspec
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics, Plan, Prediction, StagePlacement
-from fusion_p2p.planner import Constraints, Ladder, Proposal, Workload, from_atoms
+from fusion_p2p.planner import AtomTimes, Constraints, Ladder, Proposal, Workload, from_atoms
 from fusion_p2p.planner.explain import choices as choices_of
 from fusion_p2p.planner.network import MEMORY_SHARE
 from fusion_p2p.planner.opfence import Best, Searched
@@ -60,6 +60,7 @@ class PlanRequest:
     epoch: int = 1
     mark_interval: int = 0  # steps between complete sets; 0: none is promised, so nothing is logged
     ladder: Ladder | None = None  # of "adatopk", as measured on the model; None: the default
+    shape: AtomTimes | None = None  # of the atoms on some one CPU: their proportions count; None: those of their FLOPs
 
 
 class NoRoomError(InputError):
@@ -218,12 +219,24 @@ def _prediction(p: Proposal) -> Prediction:
 
 
 def _workload(atoms: Sequence[Atom], request: PlanRequest) -> Workload:
-    return from_atoms(
+    w = from_atoms(
         "model",
         atoms,
         samples=request.base.micro_batch_size,
         recompute=request.base.recompute,
         state_bytes_per_parameter=4 * request.state_factor,
+    )
+    shape = request.shape
+    if shape is None or len(shape.forward_s) != w.atoms or request.base.device_class == "cuda":
+        return w
+    each = (w.forward_flops.sum() + w.backward_flops.sum()) / (shape.forward_s.sum() + shape.backward_s.sum())
+    nothing = 0 * w.kernels
+    return replace(
+        w,
+        forward_flops=shape.forward_s * each,
+        backward_flops=shape.backward_s * each,
+        forward_bytes=nothing,
+        kernels=nothing,
     )
 
 

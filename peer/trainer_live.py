@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from dht.transport import Transport
 from fusion_p2p.ir import OpDag
 from fusion_p2p.plan import NumericLogEntry, Numerics, Plan
-from fusion_p2p.planner import Ladder
+from fusion_p2p.planner import AtomTimes, Ladder
 from fusion_p2p.split import StageProgram
 from fusion_p2p.workload import Atom
 from peer.channel_io import ChannelSettings
@@ -49,6 +49,7 @@ class TrainerOptions:
     mark_interval: int = 0
     adaptive: bool = False  # cuts and codecs may change at a complete set, not only hosts
     script: tuple[NumericLogEntry, ...] = ()  # the numeric log that is replayed; the first entry's numerics begin
+    shape: AtomTimes | None = None  # of the atoms, as timed here
     probe: Callable[[], Ladder | None] | None = None  # measures the codecs of "adatopk" on a thread; None: the default
     channels: ChannelSettings = field(default_factory=ChannelSettings)
 
@@ -135,6 +136,7 @@ class Live:
             epoch=self.session.epoch,
             mark_interval=o.mark_interval,
             ladder=self.ladder,
+            shape=o.shape,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""The ladder measured on a run's own model: in a time box, kept in the run folder, handed to the planner."""
+"""What a run measures at its start: the ladder on its own model and its operators; time boxes, files, the planner."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from fusion_p2p.capture import capture
 from fusion_p2p.optim import AdamW
-from fusion_p2p.planner import DENSE, Ladder, Link, Rung
+from fusion_p2p.planner import DENSE, AtomTimes, Ladder, Link, Rung
 from fusion_p2p.workload import atoms
 from peer.offers import DeviceOffer, SwarmLinks
+from peer.op_times import shape_of
 from peer.placement import PlanRequest, make_plan
 from peer.trainer_ladder import FILE, LadderProbe, kept, ladder_of_run
 from tests.tiny_gpt2 import build
@@ -100,3 +103,17 @@ def test_codecs_are_measured_only_where_a_new_plan_would_compress(
     assert len(calls) == asked
     assert found == (measured if asked else None)
     assert bool(said) == bool(asked)
+
+
+def test_operators_are_timed_once_and_give_the_cuts_their_proportions(captured: Any, tmp_path: Path) -> None:
+    dag, n = captured[0].opdag, len(atoms(captured[0].opdag, 2))
+    first = shape_of(dag, 2, tmp_path, 60.0)
+    assert first is not None and len(first.forward_s) == n
+    again = shape_of(dag, 2, tmp_path, 60.0, clock=Ticks(0.0))  # a clock that stands still times nothing
+    assert again is not None and (again.forward_s == first.forward_s).all()
+    assert shape_of(dag, 2, tmp_path / "new", 1e-9) is None
+    offers = [DeviceOffer(peer=p, flops_per_s=1e9, memory_bytes=1 << 33, machine="here") for p in ("a", "b")]
+    base = msgspec.structs.replace(BASE, device_class="cpu")
+    late = AtomTimes(forward_s=np.where(np.arange(n) < n - 2, 0.0, 1.0), backward_s=np.zeros(n))
+    plan = make_plan(atoms(dag, 2), offers, PlanRequest(base=base, stages=2, shape=late))
+    assert plan.numerics.cuts == (n - 1,)  # the last two atoms take all the time: one each

@@ -259,10 +259,8 @@ class Trainer:
         self._live.folder.append_numerics(sign(entry, self._live.session.owner_key))
 
     async def _install(self, plan: Plan, offers: list[DeviceOffer], manifest: Manifest) -> None:
-        """Every stage of `plan` has been accepted and begins at this set; so does the trainer."""
-        live, before = self._live, self._live.placed
-        if before is not None:
-            await before.links.__aexit__(None, None, None)
+        """Every stage of `plan` has been accepted and begins at this set; so does the trainer, its old links closed."""
+        live = self._live
         links = Links(
             live.transport,
             live.assembly.me,

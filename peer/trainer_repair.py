@@ -59,11 +59,14 @@ class Repair:
         )
 
     def _proposed(self, gone: frozenset[str]) -> list[str]:
-        """Who is asked first: buddies, which have the state already, then whom the fence's leader names."""
+        """Who is asked first, of those that answer now: buddies, which have the state already, whom the fence's leader
+        names, spares. Whoever is on the board without an open stream may be dead since a minute."""
         live = self._live
         lost = {k for peer in gone for k in self._stages_of(peer)}
         kept = [peer for e in live.now.newest.stages if e.stage in lost for peer in live.kept.get(e.hash, ())]
-        return [*kept, *live.swarm.nominees(gone)]
+        there = live.assembly.linked
+        spares = [peer for peer in there if not live.assembly.hosts_stage(peer)]
+        return [peer for peer in (*kept, *live.swarm.nominees(gone), *spares) if peer in there]
 
     async def _rehost(self, look: bool) -> str:
         """One try; why it cannot be done now, or "". `look`: read the board anew, which may take seconds."""

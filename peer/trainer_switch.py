@@ -89,6 +89,7 @@ class Switch:
         live.say("phase", f"changing cuts or codecs at step {live.step}: {reason}")
         manifest = await asyncio.to_thread(self._deal, old.newest, numerics)
         live.fence = old.number + 1
+        await old.links.__aexit__(None, None, None)  # else they call those who are gone
         await live.assembly.clear("the cuts change")
         try:
             plan, offers = await self._assemble(numerics, manifest, old.number + 1)

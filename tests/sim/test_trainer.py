@@ -139,7 +139,6 @@ class Lab:
                 gather_s=5.0,
                 recover_s=recover_s,
                 mark_interval=marks,
-                adaptive=adaptive,
                 script=script,
             ),
             initial=lambda program: to_bytes(initial_state(self.captured.state, program)),

@@ -21,6 +21,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dht import fence_choices as choices
 from dht import fence_rules as rules
 from dht.fence_records import (
     LEASE_S,
@@ -33,14 +34,12 @@ from dht.fence_records import (
     rank,
 )
 from dht.records import NO_FENCE, REFRESH_S, PeerRecord
-from dht.sights import Sight, Sights, oldest_rated
+from dht.sights import Sight, Sights
 
 ROUND_S = REFRESH_S
 NEW_ROUND_S = 5.0  # while new
 FIRST_ROUNDS = 12
-_PINGS, _FIRST_PINGS = 4, 24
 _LOOK_EVERY = 4  # rounds
-_LEADERS_PINGED = 8
 _SMALL = 32  # members; a leader of so few reads all their heartbeats every round
 _RESIGN_S = 2 * LEASE_S
 
@@ -147,63 +146,15 @@ class FenceMachine:
         """Whom to measure bandwidth with now; None if it is not this peer's turn."""
         slot_s = self._lead.probe_slot_s if self._lead is not None else 2.0
         turn = self.fence and probe_turn(rules.turn_of(self.me), now, slot_s)
-        return self._whom_to_probe() if turn else None
+        return choices.whom_to_probe(self.sights, self.leader) if turn else None
 
     def pings(self, strangers: Sequence[str]) -> tuple[str, ...]:
-        """Whom to ping. `strangers`: some peers of the swarm at random, as the routing table gives them.
-
-        The leader always; leaders not met yet and the nearest one besides; of peers only heard of, near ones and such
-        not heard of for long some at random, so that a settled member pings _PINGS others a round.
-        """
-        count = _FIRST_PINGS if self._new else _PINGS
-        few = 1 if not self._new else count // 3 + 1
-        first: dict[str, None] = {}
-        if self._lead is not None and self._lead.resigned_to not in ("", self.me):
-            first[self._lead.resigned_to] = None
-        if self.leader and self.leader != self.me:
-            first[self.leader] = None
-        table = self.sights.table
-        heads = sorted(
-            (h for h in self._heads.values() if h.leader != self.me and not self._knows(h)),
-            key=lambda h: (
-                table[h.leader].rtt_s if h.leader in table else self.sights.predicted_rtt_s(h.coordinate), h.leader
-            ),
+        """Whom to ping. `strangers`: some peers of the swarm at random, as the routing table gives them."""
+        resigned_to = self._lead.resigned_to if self._lead is not None else ""
+        return choices.pings(
+            self.sights, self._heads.values(), strangers, me=self.me, leader=self.leader, resigned_to=resigned_to,
+            leading=self.leading, new=self._new, rng=self._rng,
         )  # fmt: skip
-        first.update(dict.fromkeys(h.leader for h in heads[: _LEADERS_PINGED if self.leading else few]))
-        leaders = sorted((s for s in table.values() if s.leading), key=lambda s: s.rtt_s)
-        first.update(dict.fromkeys(s.peer for s in leaders[:2]))
-        rest: dict[str, None] = dict.fromkeys(reversed(list(self.sights.hints)[-few:]))
-        oldest = sorted(self.sights.nearest(8), key=lambda s: s.heard_at)
-        rest.update(dict.fromkeys(s.peer for s in oldest[: 1 if not self._new else 2]))
-        stale = min(table.values(), key=lambda s: s.heard_at, default=None)
-        rest.update({} if stale is None else {stale.peer: None})
-        others = [p for p in strangers if p != self.me and p not in table]
-        rest.update(dict.fromkeys(others[: max(1, count - len(first) - len(rest))]))
-        wanted = [p for p in rest if p not in first]
-        if not self._new:
-            self._rng.shuffle(wanted)
-        most = count + (4 if self._new else 0) + (_LEADERS_PINGED if self.leading else 0)
-        return tuple((*first, *wanted))[:most]
-
-    def _knows(self, head: FenceHead) -> bool:
-        """Whether this leader was pinged since it leads."""
-        known = self.sights.table.get(head.leader)
-        return known is not None and known.leading and known.beat.fence == head.fence
-
-    def _whom_to_probe(self) -> str | None:
-        """The leader first, then near and far peers in turn, whose rates are oldest: O(log n) peers in all."""
-        near = [s for s in self.sights.nearest(6)]
-        leader = self.sights.table.get(self.leader)
-        if leader is not None and leader.rate == 0:
-            return leader.peer
-        far = [s for s in self.sights.table.values() if s not in near]
-        rated_far = [s for s in far if s.rate > 0]
-        unrated = next((s for s in near if s.rate == 0), None)
-        if unrated is not None:
-            return unrated.peer
-        pool = near + (rated_far if len(rated_far) >= 8 else far)
-        found = oldest_rated(pool)
-        return None if found is None else found.peer
 
     # --- what a round brought
 
@@ -270,20 +221,18 @@ class FenceMachine:
     def _as_newcomer(self, now: float) -> None:
         if self._rounds < 2:
             return  # who is near shows only after the near ones' near ones were pinged
-        best = self._best_leader()
+        best = choices.best_leader(self.sights)
         if best is not None:
             self._follow(best, f"nearest leader, {best.rtt_s * 1e3:.1f} ms")
             return
         if self._stand_at is None:
-            self._stand_at = now + self._rng.uniform(0, NEW_ROUND_S) + (0 if self._first_among_near() else ROUND_S)
+            self._stand_at = (
+                now
+                + self._rng.uniform(0, NEW_ROUND_S)
+                + (0 if choices.first_among_near(self.sights, self.score, self.me) else ROUND_S)
+            )
         if now >= self._stand_at:
             self._found(now)
-
-    def _first_among_near(self) -> bool:
-        near = self.sights.nearest(12)
-        return not any(
-            rules.outranks(s, self.score, self.me) for s in near if not s.beat.fence and rules.within(near, s)
-        )
 
     def _found(self, now: float) -> None:
         self._enter(rules.fence_name(self.me, now), self.me, 1, "no leader in reach: founded")
@@ -303,7 +252,7 @@ class FenceMachine:
             self.leader, self.term, self.members_known = lead.leader, lead.term, lead.members
             if lead.leader == self.me:
                 return  # leads since the last round of an earlier life
-            self._weigh_change(lead)
+            self._weigh_change()
             return
         seen = max(self._lead_seen, self._entered)
         if now - seen <= LEASE_S:
@@ -323,35 +272,28 @@ class FenceMachine:
         if target is not None and target.leading and rules.within(self.sights.nearest(12), target, rules.LEAVE_GAP):
             self._follow(target, f"fence {old[:6]} was merged")
             return
-        best = self._best_leader()
+        best = choices.best_leader(self.sights)
         if best is not None and best.beat.fence != old:
             self._follow(best, f"fence {old[:6]} was merged")
         else:
             self._enter("", "", 0, f"fence {old[:6]} was merged, its leader is not near")
 
-    def _weigh_change(self, lead: FenceRecord) -> None:
+    def _weigh_change(self) -> None:
         """Another fence only for a clear gain, seen REPEATS times in a row."""
         near = self.sights.nearest(12)
-        mine = self.sights.table.get(lead.leader)
+        mine = self.sights.table.get(self.leader)
         if mine is None:
             return
-        rated = mine.rate > 0
-        rivals = [
-            s
-            for s in self.sights.table.values()
-            if s.leading and s.beat.fence != self.fence and (s.rate > 0) == rated
-            and s.beat.members < rules.MAX_MEMBERS
-            and s.distance_s(rated=rated) * rules.GAIN <= mine.distance_s(rated=rated)
-        ]  # fmt: skip
-        nearest = min(rivals, key=lambda s: (s.distance_s(rated=rated), s.peer), default=None)
+        nearest = choices.nearer_leader(self.sights, self.fence, mine)
+        members = mine.beat.members
         if nearest is not None:
             if self._again(nearest.beat.fence):
                 self._follow(nearest, f"its leader is {rules.GAIN:g} times nearer, {rules.REPEATS} times in a row")
         elif not rules.within(near, mine, rules.LEAVE_GAP):
             if self._again("-"):
                 self._enter("", "", 0, f"the leader is {rules.LEAVE_GAP:g} times as far as the nearest peers")
-        elif lead.members > rules.FULL_MEMBERS and self._rng.random() < 1 - rules.MAX_MEMBERS / lead.members:
-            self._enter("", "", 0, f"fence {lead.fence[:6]} is full")
+        elif members > rules.FULL_MEMBERS and self._rng.random() < 1 - rules.MAX_MEMBERS / members:
+            self._enter("", "", 0, f"fence {self.fence[:6]} is full")
         else:
             self._streak = ("", 0)
 
@@ -369,36 +311,10 @@ class FenceMachine:
                 self._forget_members()
                 self._reason = f"{lead.leader[-8:]} outranks: stepped down"
                 return
-        rival = self._rival()
+        rival = choices.rival(self.sights, self.fence, self.score, self.me, self.members_known)
         if rival is not None:
             self._resigned = self._leader_record(now, resigned_to=rival.peer)
             self._follow(rival, f"one fence with {rival.beat.fence[:6]}, whose leader outranks")
-
-    def _rival(self) -> Sight | None:
-        """A leader of another fence that is as near as this one's members, and outranks."""
-        near = self.sights.nearest(12)
-        room = rules.FULL_MEMBERS - self.members_known
-        found = [
-            s
-            for s in self.sights.table.values()
-            if s.leading and s.beat.fence != self.fence and s.beat.members <= room
-            and rules.outranks(s, self.score, self.me) and rules.within(near, s)
-        ]  # fmt: skip
-        return max(found, key=lambda s: (s.beat.score, s.peer), default=None)
-
-    def _best_leader(self) -> Sight | None:
-        """The leader to follow: within reach; among those about as near the higher (score, peer id)."""
-        near = self.sights.nearest(12)
-        fits = [
-            s
-            for s in self.sights.table.values()
-            if s.leading and s.beat.members < rules.MAX_MEMBERS and rules.within(near, s)
-        ]
-        if not fits:
-            return None
-        nearest_s = min(s.distance_s(rated=False) for s in fits)
-        alike = [s for s in fits if s.distance_s(rated=False) < rules.GAIN * nearest_s]
-        return max(alike, key=lambda s: (s.beat.score, s.peer))
 
     def _follow(self, leader: Sight, reason: str) -> None:
         self._enter(leader.beat.fence, leader.peer, leader.beat.term, reason)

@@ -21,6 +21,7 @@ from dht.door import Door
 from dht.identity import peer_id_text
 
 MAX_DICTIONARY_BYTES = 2 << 20  # half of the largest message, so that a reply with neighbours still fits
+MAX_FOR_OTHERS_BYTES = MAX_DICTIONARY_BYTES // 4  # beyond it a peer stores its own records only
 MAX_DICTIONARIES = 4096
 doors: dict[bytes, Door] = {}  # of this process's peers, by their 38-byte id; set before their node serves
 _RPC = "/fusion/board/1"
@@ -63,13 +64,16 @@ def _repair_storage(hivemind: Any) -> None:
             return False
         if known is not None and isinstance(known.value, hivemind.DictionaryDHTValue) and subkey not in known.value:
             size = sum(len(k) + len(v.value) + 16 for k, v in known.value.items())
-            if size + len(subkey) + len(value) > MAX_DICTIONARY_BYTES:
+            storer = _storer.get()
+            most = MAX_DICTIONARY_BYTES if storer is None or subkey == storer else MAX_FOR_OTHERS_BYTES
+            if size + len(subkey) + len(value) > most:
                 return False
         return bool(unbounded(self, key, subkey, value, expiration_time))
 
     hivemind.DHTLocalStorage.store_subkey = store_subkey
 
 
+_storer: ContextVar[bytes | None] = ContextVar("storer", default=None)  # whose call is being handled
 _records_only: ContextVar[bool] = ContextVar("records_only", default=False)
 _ONLY_RECORDS = b"records"
 
@@ -116,7 +120,11 @@ class _Guarded:
             remote = peer_id_text(context.remote_id.to_bytes())
             if self._door.banned(remote) or not self._door.proves(remote, _RPC, request.auth.signature):
                 raise PermissionError(f"peer {remote} is not let in here")
-            response = await method(request, context)
+            before = _storer.set(context.remote_id.to_bytes())
+            try:
+                response = await method(request, context)
+            finally:
+                _storer.reset(before)
             if name == "rpc_find" and request.auth.nonce == _ONLY_RECORDS:
                 for result in response.results:
                     del result.nearest_node_ids[:], result.nearest_peer_ids[:]

@@ -39,6 +39,7 @@ from dht.sights import Sight, Sights
 ROUND_S = REFRESH_S
 NEW_ROUND_S = 5.0  # while new
 FIRST_ROUNDS = 12
+_MOST_MEMBERS = 4 * rules.MAX_MEMBERS
 _LOOK_EVERY = 4  # rounds
 _SMALL = 32  # members; a leader of so few reads all their heartbeats every round
 _RESIGN_S = 2 * LEASE_S
@@ -190,10 +191,12 @@ class FenceMachine:
         """Shards of the own fence's heartbeats and links were read, by its leader."""
         for p in peers:
             known = self._members.get(p.peer)
+            if known is None and len(self._members) >= _MOST_MEMBERS:
+                continue  # made-up members push out none that are known
             if known is None or p.published > known.published:
                 self._members[p.peer] = p
         for r in links:
-            if r.fence == self.fence:
+            if r.fence == self.fence and r.peer in self._members:
                 self._links[r.peer] = r
         gone = [p for p, m in self._members.items() if now - m.published > 6 * rules.SILENT_S or m.fence != self.fence]
         for peer in gone:

@@ -15,6 +15,7 @@ import ctypes
 import fcntl
 import logging
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -34,6 +35,7 @@ FOLDER_PREFIX = "fusion-p2p-"
 _LOCK, _CONTROL = "lock", "control"
 _YOUNG_S = 60.0  # a folder without a lock file may be one that is being made
 _PR_SET_PDEATHSIG = 1
+MAX_FILES = 4096  # connections and streams of p2pd, those that have not authenticated too
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -132,6 +134,9 @@ def _clear_leftovers(base: Path) -> None:
 def _die_with(parent: int) -> Callable[[], None]:
     def in_child() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = MAX_FILES if most == resource.RLIM_INFINITY else min(MAX_FILES, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
         if os.getppid() != parent:  # the parent died before the line above
             os._exit(1)
 
@@ -258,6 +263,11 @@ def _arguments(config: P2pdConfig, control: Path) -> list[str]:
         f"-id={config.identity_path}",
         "-dhtServer=1" if config.dht_server else "-dhtClient=1",
         "-connManager=1",
+        # Above 512 connections p2pd closes those of least use until 384 are left, new ones too after this long: its
+        # default of two minutes lets a storm grow. What it takes before that is bounded by its open files.
+        "-connHi=512",
+        "-connLo=384",
+        "-connGrace=20s",
         "-tls=1",
         f"-natPortMap={on}",
         f"-autonat={on}",

@@ -14,10 +14,10 @@ from typing import Literal
 import msgspec
 import psutil
 
-from dht import p2p, records
+from dht import door, p2p, records
 from dht.control import socket_path
 from dht.errors import DhtError, RecordError
-from dht.fencing import Fencing
+from dht.fencing import Fencing, seen_at
 from dht.home import remember_swarm
 from dht.node import Board
 from dht.p2p import P2PTransport
@@ -30,7 +30,7 @@ from peer.courtesy import Courtesy, Watch, look, untold
 from peer.daemon_record import board_names, device_view, leader_score, peer_record
 from peer.daemon_session import ControlServer
 from peer.executor_process import ExecutorProcess
-from peer.executor_protocol import Start
+from peer.executor_protocol import Beat, FromExecutor, Start
 from peer.local_control import Command, LocalControl, PeerStatus, StageView
 from peer.pipe_service import PipeService, reach_of
 from peer.pipes import hosts_of
@@ -161,7 +161,11 @@ class Daemon:
             executors[name] = self._executor(name, device, transport, len(o.devices))
         blob_rate, _ = caps.upload_shares(o.upload_bytes_per_s, o.relay_bytes_per_s, len(o.devices))
         await serve_blobs(dial, store, volunteer.may_fetch, limiter=Limiter(blob_rate), settings=settings)
-        control = ControlServer(volunteer, beat_s=o.beat_s, dead_s=o.dead_s)
+
+        async def range_of(peer: str) -> str:
+            return door.range_of(await seen_at(board, peer))
+
+        control = ControlServer(volunteer, beat_s=o.beat_s, dead_s=o.dead_s, range_of=range_of)
         await dial.serve(CONTROL, control.handle)
         self._pipes = await PipeService.start(
             transport, board, dial, offer_bytes_per_s=o.relay_bytes_per_s,
@@ -240,9 +244,15 @@ class Daemon:
         return ExecutorProcess(
             start,
             log_file=o.home / f"executor-{name.replace(':', '-')}.log",
-            on_message=lambda message: self._volunteer.on_message(message),
+            on_message=self._on_executor,
             on_death=lambda death: self._volunteer.on_death(name, death),
         )
+
+    def _on_executor(self, message: FromExecutor) -> None:
+        if isinstance(message, Beat) and self._fencing is not None:
+            for peer, count, seconds in message.observed:
+                self._fencing.observe(peer, count, seconds)
+        self._volunteer.on_message(message)
 
     # --- rounds
 

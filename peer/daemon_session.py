@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
 from dht.transport import Stream
 from peer.control_io import MessageStream
+from peer.control_seats import MAX_STREAMS, Seat, Seats
 from peer.errors import RefusedError, SignatureError, WireError
 from peer.protocol import (
     PROTOCOL_VERSION,
@@ -42,8 +42,6 @@ log = logging.getLogger("peer.daemon")
 MAX_HELLO = 64 << 10
 HELLO_S = 10.0
 SEND_S = 8.0
-MAX_STREAMS = 64
-MAX_PER_PEER = 4
 MAX_QUEUED = 10_000
 IDLE_S = 60.0  # with nothing of its run here, where streams are scarce; a spare is greeted again
 CROWDED = MAX_STREAMS // 2
@@ -122,29 +120,40 @@ class TrainerSession:
             self.post(Heartbeat())
 
 
-class ControlServer:
-    """Handles streams of protocol CONTROL."""
+async def _no_range(peer: str) -> str:
+    return ""
 
-    def __init__(self, volunteer: Volunteer, *, beat_s: float, dead_s: float) -> None:
+
+class ControlServer:
+    """Handles streams of protocol CONTROL. `range_of`: the address range that a peer is connected from, "" unknown."""
+
+    def __init__(
+        self,
+        volunteer: Volunteer,
+        *,
+        beat_s: float,
+        dead_s: float,
+        range_of: Callable[[str], Awaitable[str]] = _no_range,
+    ) -> None:
         self._volunteer, self._beat_s, self._dead_s = volunteer, beat_s, dead_s
-        self._open: Counter[str] = Counter()
+        self._range_of = range_of
+        self._seats = Seats(volunteer.holds)
 
     async def handle(self, stream: Stream) -> None:
         remote = stream.remote
-        if self._open[remote] >= MAX_PER_PEER or self._open.total() >= MAX_STREAMS:
-            log.warning("too many control streams: one of %s refused", remote)
+        seat = Seat(remote, await self._range_of(remote), time.monotonic(), stream.writer.close)
+        if reason := self._seats.take(seat):
+            log.warning("a control stream of %s is refused: %s", remote, reason)
             return
-        self._open[remote] += 1
         try:
-            await self._serve(stream)
+            await self._serve(stream, seat)
         except* (OSError, TimeoutError, WireError, RuntimeError) as group:
             log.info("trainer %s: %s", remote, group.exceptions[0])
         finally:
-            self._open[remote] -= 1
-            self._open += Counter()  # drops the zeros
+            self._seats.give_up(seat)
             stream.writer.close()
 
-    async def _serve(self, stream: Stream) -> None:
+    async def _serve(self, stream: Stream, seat: Seat) -> None:
         first = MessageStream(stream.reader, stream.writer, _DECODER, limit=MAX_HELLO)
         try:
             async with asyncio.timeout(HELLO_S):
@@ -157,6 +166,7 @@ class ControlServer:
             spec, cert = check_session(hello.spec, hello.cert, remote_peer=stream.remote, now=time.time())
             session = TrainerSession(MessageStream(stream.reader, stream.writer, _DECODER), spec, cert, hello.cert)
             self._volunteer.admit(session)
+            seat.run = spec.run
         except SignatureError as error:
             return await first.send(Refused(code="signature", reason=str(error)), timeout_s=SEND_S)
         except RefusedError as error:
@@ -169,7 +179,7 @@ class ControlServer:
                     have_opdags=self._volunteer.have_opdags(), held=self._volunteer.held(spec.run),
                 )
             )  # fmt: skip
-            await session.run(self._volunteer, self._beat_s, self._dead_s, lambda: self._open.total() > CROWDED)
+            await session.run(self._volunteer, self._beat_s, self._dead_s, lambda: len(self._seats) > CROWDED)
         finally:
             self._volunteer.part(session)
 

@@ -74,6 +74,7 @@ log = logging.getLogger("peer.executor")
 BEAT_S = 2.0
 SEND_S = 30.0
 FETCH_S = 420.0  # for a stage's state; below the daemon's OFFER_S, which ends the whole executor
+MAX_OBSERVED = 256  # between two beats
 MAX_MARKS = 16  # of one stage that are not served yet
 FOREVER_S = 1e9  # the daemon may have nothing to say for long; its end is seen as the end of the socketpair
 _DECODER: msgspec.msgpack.Decoder[ToExecutor] = msgspec.msgpack.Decoder(ToExecutor)
@@ -95,6 +96,7 @@ class Executor:
         self._spill = Spill(Path(start.blobs), start.device.replace(":", "-"), start.spill_bytes)
         self._limiter = Limiter(start.upload_bytes_per_s)
         self._store = BlobStore(Path(start.blobs))
+        self._observed: list[tuple[str, int, float]] = []
         self._hosted: dict[Key, Hosted] = {}
         self._building: dict[Key, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -206,7 +208,7 @@ class Executor:
             self._transport, me, run, a.epoch, bound=built.stage.bound, start_tick=message.first_tick,
             logged=lambda dst: message.logged or dst == TRAINER,  # losses and reports are few bytes: always kept
             settings=self._settings, limiter=self._limiter, spill=self._spill, notify=self._compute.wake,
-            on_event=lambda event: self._on_event(hosted, event),
+            on_event=lambda event: self._on_event(hosted, event), observed=self._observe,
         )  # fmt: skip
         await hosted.links.__aenter__()
         accepted = Accepted(
@@ -300,9 +302,14 @@ class Executor:
 
     # --- the daemon
 
+    def _observe(self, peer: str, count: int, seconds: float) -> None:
+        if len(self._observed) < MAX_OBSERVED and peer != self._transport.peer_id:
+            self._observed.append((peer, count, seconds))
+
     async def _beat(self) -> None:
         while True:
-            await self._say(Beat(resident_bytes=self._limit.held(), stages=tuple(self._hosted)))
+            observed, self._observed = tuple(self._observed), []
+            await self._say(Beat(resident_bytes=self._limit.held(), stages=tuple(self._hosted), observed=observed))
             for hosted in list(self._hosted.values()):
                 if hosted.links is not None:
                     await self._say(self._status(hosted, hosted.links))

@@ -108,6 +108,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", kw_only=True):
 
     resident_bytes: int
     stages: tuple[tuple[str, int], ...] = ()
+    observed: tuple[tuple[str, int, float], ...] = ()  # (peer, bytes it took, in seconds) since the last beat
 
 
 FromExecutor = Ready | Beat | Accepted | Refused | Marked | Snapshotted | StageStatus | StageFault | Suspect

@@ -17,6 +17,7 @@ from peer.channel_io import STREAM_ERRORS, Refusal, run_receiver, run_sender
 from peer.errors import ResumeGap, StaleError, WireError
 from peer.protocol import Endpoint, data_protocol
 from peer.spill import Spill
+from peer.throughput import Throughput
 from peer.wire import WIRE_VERSION, Header, Open
 
 if TYPE_CHECKING:
@@ -66,10 +67,13 @@ class Sender:
         self._full_since = 0.0
         self._moving: asyncio.Task[None] | None = None  # frames on their way to disk
         self.bytes_sent = 0
+        self._throughput = Throughput()
 
     def push(self, frame: Frame) -> None:
         was_full = self.full
         self.outbox.push(frame)
+        if self._down_since is None:
+            self._throughput.pushed(len(frame.payload), _now())
         self.wake.set()
         self.spill_if_due()
         if self.full and not was_full:
@@ -161,6 +165,7 @@ class Sender:
 
     def _down(self, reason: str) -> None:
         self._reason = reason
+        self._throughput.broke()
         now = _now()
         if self._down_since is None:
             self._down_since = now
@@ -172,6 +177,9 @@ class Sender:
         if self._lost:
             self._links.report("back", self.outbox.dst, "")
         self._down_since, self._lost = None, False
+        spell = self._throughput.acknowledged(self.outbox.unacked_bytes, _now())
+        if spell is not None and self._endpoint is not None:
+            self._links.observed(self._endpoint.peer, *spell)
         self.spill_if_due()
         if not self.full:
             self.room.set()

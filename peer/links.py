@@ -35,7 +35,8 @@ MAX_INCOMING = 64  # streams that have not yet said who they are
 class Links:
     """`run` is the run id (hex). `bound` says how large a frame that comes in may be, `logged` whether the edge to a
     stage is logged; `start_tick` is the first tick that this stage handles here. `on_event` is called on the loop,
-    and so is `notify`, whenever a frame has come or a full channel has room again.
+    and so is `notify`, whenever a frame has come or a full channel has room again; `observed` hears how many bytes a
+    peer took in how many seconds.
     """
 
     def __init__(
@@ -52,11 +53,13 @@ class Links:
         limiter: Limiter | None = None,
         spill: Spill | None = None,
         on_event: Callable[[LinkEvent], None] = lambda event: None,
+        observed: Callable[[str, int, float], None] = lambda peer, count, seconds: None,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         self.transport, self.me, self.run, self.epoch, self.plan = transport, me, bytes.fromhex(run), epoch, 0
         self.settings, self.limiter, self.on_event = settings or ChannelSettings(), limiter or Limiter(None), on_event
         self.spill = spill
+        self.observed = observed
         self.gate = asyncio.Event()
         self.gate.set()
         self._bound, self._logged, self._start, self._notify = bound, logged, Cursor(start_tick, 0), notify

@@ -7,12 +7,14 @@ import secrets
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import uvloop
 
-from dht import p2p
+from dht import addresses, p2p
 from dht.errors import SwarmUnreachable
 from dht.node import Board
+from dht.p2pd import MAX_FILES
 from dht.transport import Stream, StreamHandler
 from tests.dht_samples import peer_record
 
@@ -150,5 +152,28 @@ def test_a_download_cap_holds_as_seen_by_the_sender(tmp_path: Path) -> None:
             task.cancel()
         for part in (executor, b, a):
             await part.close()
+
+    uvloop.run(main())
+
+
+def test_a_storm_of_connections_that_never_speak_stops_nobody(tmp_path: Path) -> None:
+    """Before authentication only p2pd sees a connection: its files and memory bound what a storm takes."""
+
+    async def main() -> None:
+        a = await p2p.start(tmp_path / "a", host_addresses=p2p.LOOPBACK)
+        await a.serve("/fusion/1/echo", echo)
+        process = psutil.Process(a.p2pd_pid)
+        assert process.rlimit(psutil.RLIMIT_NOFILE)[1] <= MAX_FILES
+        before = process.memory_info().rss
+        port = addresses.tcp_port((await a.addresses())[0])
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
+        b = await p2p.start(tmp_path / "b", host_addresses=p2p.LOOPBACK, bootstrap=await a.addresses())
+        assert await asks(b, a.peer_id) == b"ping"
+        assert process.memory_info().rss - before < 64 << 20
+        for _, writer in silent:
+            writer.close()
+        assert await asks(b, a.peer_id) == b"ping"
+        await b.close()
+        await a.close()
 
     uvloop.run(main())

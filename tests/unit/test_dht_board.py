@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dht import cli_monitor, monitor, records
+from dht import _guards, cli_monitor, monitor, records
 from dht._guards import MAX_DICTIONARY_BYTES, node_id_of
 from dht._hivemind import node_parts
 from dht.clock import SwarmClock, swarm_clock
@@ -240,3 +240,23 @@ def test_bad_input_is_one_line_and_exit_code_2(
     with pytest.raises(SystemExit) as caught:
         cli_monitor.main(["status", "--nonsense"])
     assert caught.value.code == 2
+
+
+def test_made_up_subjects_stored_by_one_peer_leave_room_for_those_who_store_their_own() -> None:
+    parts = node_parts()
+    storage = parts.DHTLocalStorage()
+    key, value, until = parts.DHTID.generate("k"), bytes(1000), swarm_clock.now() + 40
+    flood = _guards._storer.set(peer_id_bytes(ALICE.peer_id))
+    try:
+        taken = sum(storage.store_subkey(key, i.to_bytes(38, "big"), value, until) for i in range(3000))
+        assert taken * 1000 <= _guards.MAX_FOR_OTHERS_BYTES
+        assert storage.store_subkey(key, peer_id_bytes(ALICE.peer_id), value, until)
+    finally:
+        _guards._storer.reset(flood)
+    for i in range(300):
+        honest = peer_id_bytes(Identity.from_seed(i.to_bytes(32, "big")).peer_id)
+        own = _guards._storer.set(honest)
+        try:
+            assert storage.store_subkey(key, honest, value, until)
+        finally:
+            _guards._storer.reset(own)

@@ -352,3 +352,19 @@ def test_streams_are_shared_out_by_peer_and_range() -> None:
 def test_a_bad_swarm_key_is_named(text: str) -> None:
     with pytest.raises(InputError, match="swarm key"):
         parse_swarm_key(text)
+
+
+def test_made_up_members_push_out_none_that_are_known() -> None:
+    leader = Identity.from_seed(bytes(32)).peer_id
+    machine = FenceMachine(leader, random.Random(1))
+    machine.fence, machine.leader = "0" * 16, leader
+
+    def member(number: int) -> PeerRecord:
+        identity = Identity.from_seed((number + 1).to_bytes(32, "big"))
+        return peer_record(identity, fence="0" * 16, published=NOW)
+
+    honest = [member(n) for n in range(60)]
+    machine.saw_members(honest, [], NOW)
+    machine.saw_members([member(n) for n in range(100, 900)], [], NOW)
+    assert len(machine._members) <= 4 * rules.MAX_MEMBERS
+    assert {p.peer for p in honest} <= machine._members.keys()

@@ -331,3 +331,23 @@ def test_ticks_far_ahead_wait_in_their_channel_and_hold_up_nobody_else() -> None
 
 def _tick(frame: Frame | None) -> int:
     return -1 if frame is None else frame.tick
+
+
+def test_real_traffic_tells_how_fast_a_peer_takes_bytes() -> None:
+    async def main() -> None:
+        found: list[tuple[str, int, float]] = []
+        rate = 2e6
+        limiter = Limiter(rate, burst=1 << 12)
+        async with pair(Network(), limiter=limiter, observed=lambda *spell: found.append(spell)) as (a, b):
+            await a.send(act(0, 0, b"first"))  # the stream is up
+            assert await take(b, 1)
+            for m in range(1, 5):
+                await a.send(act(0, m, bytes(200_000)))
+            assert len(await take(b, 4)) == 4
+            while not found:
+                await asyncio.sleep(0.01)
+        ((peer, count, seconds),) = found
+        assert peer == "peer1" and 800_000 <= count <= 800_005
+        assert count / seconds < 1.3 * rate
+
+    run(main())

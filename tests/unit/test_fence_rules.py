@@ -359,7 +359,7 @@ def test_made_up_members_push_out_none_that_are_known() -> None:
     machine = FenceMachine(leader, random.Random(1))
     machine.fence, machine.leader = "0" * 16, leader
 
-    def member(number: int) -> PeerRecord:
+    def member(number: int) -> records.PeerRecord:
         identity = Identity.from_seed((number + 1).to_bytes(32, "big"))
         return peer_record(identity, fence="0" * 16, published=NOW)
 

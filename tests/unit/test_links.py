@@ -344,7 +344,7 @@ def test_real_traffic_tells_how_fast_a_peer_takes_bytes() -> None:
             for m in range(1, 5):
                 await a.send(act(0, m, bytes(200_000)))
             assert len(await take(b, 4)) == 4
-            while not found:
+            while not found:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         ((peer, count, seconds),) = found
         assert peer == "peer1" and 800_000 <= count <= 800_005

@@ -63,6 +63,8 @@ async def follow(lab: Lab, trainer: Trainer, first: int, last: int) -> list[floa
         if trainer.sets.is_due:
             await trainer.save(b"at %d" % step)
         losses += await lab.train(trainer, step, step + 1)
+        while trainer._balance._looking:  # these steps take no time, planning does
+            await asyncio.sleep(0.005)
     return losses
 
 

@@ -25,6 +25,7 @@ MTU, PAYLOAD = 1514, 1448  # bytes of a full frame as HTB counts it, and what of
 MOST_SITES, MOST_PEERS = 200, 250
 SMALL_SHARE = 0.1  # of a link that acknowledgements and heartbeats are sure of, ahead of bulk
 SMALL_MASK = "0xff80"  # of the length field: packets below 128 bytes
+LEAST_DELAY_S = 1e-3
 QUEUE_S = 0.1  # of bulk that may wait at a link before packets are dropped
 LEAST_QUEUE = 16  # frames, of a slow link
 Command = tuple[str, ...]
@@ -42,11 +43,15 @@ class LabPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabLink:
-    """One direction between two sites, or inside one; `bits_per_s` is what a TCP stream is to deliver."""
+    """One direction between two sites, or inside one; `bits_per_s` is what a TCP stream is to deliver.
+
+    `latency_s`, one way: from LEAST_DELAY_S on it is kept by `lab.delay`, below it is what the kernel takes.
+    """
 
     src: int
     dst: int
     bits_per_s: float
+    latency_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,10 @@ class Bed:
 
     def of_site(self, site: int) -> list[LabPeer]:
         return [p for p in self.peers if p.site == site]
+
+    def is_delayed(self, site: int) -> bool:
+        """Whether anything that leaves it for another site is held up."""
+        return any(x.src == site != x.dst and x.latency_s >= LEAST_DELAY_S for x in self.links)
 
 
 def load_bed(path: Path, name: str | None = None, *, rate_scale: float = 1.0) -> Bed:
@@ -102,16 +111,21 @@ def bed_of(network: Network, *, cores: float = CORES) -> Bed:
         share = cores * d.flops_per_s / total
         peers.append(LabPeer(name=d.peer, site=site, address=f"10.77.{site}.{seen[site]}", cores=share))
     rates: dict[tuple[int, int], set[float]] = {}
+    latency: dict[tuple[int, int], float] = {}
     for i, a in enumerate(peers):
         for j, b in enumerate(peers):
             if i != j:
                 rate = 8 * float(network.bandwidth_bytes_per_s[i, j])
                 rates.setdefault((a.site, b.site), set()).add(rate)
+                latency[a.site, b.site] = max(latency.get((a.site, b.site), 0.0), float(network.latency_s[i, j]))
     for (s, t), found in rates.items():
         if len(found) > 1 or not np.isfinite(max(found)):
             text = ", ".join(f"{r / 1e6:g}" for r in sorted(found))
             raise InputError(f"testbed {network.name}: links {sites[s]} to {sites[t]} have {text} Mbps; give them one")
-    links = tuple(LabLink(src=s, dst=t, bits_per_s=found.pop()) for (s, t), found in sorted(rates.items()))
+    links = tuple(
+        LabLink(src=s, dst=t, bits_per_s=found.pop(), latency_s=latency[s, t])
+        for (s, t), found in sorted(rates.items())
+    )
     return Bed(name=network.name, sites=sites, peers=tuple(peers), links=links, network=network)
 
 
@@ -139,6 +153,8 @@ def _spaces(bed: Bed, prefix: str) -> Iterator[Command]:
         yield "ip", "-n", prefix + name, "link", "set", "lo", "up"
     for name in (CORE, *(f"site-{k}" for k in range(len(bed.sites)))):
         yield "ip", "netns", "exec", prefix + name, "sysctl", "-qw", "net.ipv4.ip_forward=1"
+    # Only the interface that has an address answers for it: else the ends of a delay element do, and are passed by.
+    yield "ip", "netns", "exec", prefix + CORE, "sysctl", "-qw", "net.ipv4.conf.all.arp_ignore=1"
 
 
 def _wires(bed: Bed, prefix: str) -> Iterator[Command]:
@@ -149,7 +165,13 @@ def _wires(bed: Bed, prefix: str) -> Iterator[Command]:
         site = prefix + f"site-{k}"
         yield "ip", "-n", site, "link", "add", "br0", "type", "bridge"
         yield from _address(site, "br0", f"10.77.{k}.1/24")
-        yield from _veth(site, "wan", prefix + CORE, f"s{k}")
+        if bed.is_delayed(k):  # between the two ends `lab.delay` passes frames on
+            yield from _veth(site, "wan", prefix + CORE, f"d{k}")
+            yield from _veth(prefix + CORE, f"e{k}", prefix + CORE, f"s{k}")
+            for name in (f"d{k}", f"e{k}"):
+                yield "ip", "-n", prefix + CORE, "link", "set", name, "up"
+        else:
+            yield from _veth(site, "wan", prefix + CORE, f"s{k}")
         yield from _address(site, "wan", f"10.78.{k}.2/24", f"10.78.{k}.1")
         yield from _address(prefix + CORE, f"s{k}", f"10.78.{k}.1/24")
         yield "ip", "-n", prefix + CORE, "route", "add", f"10.77.{k}.0/24", "via", f"10.78.{k}.2"

@@ -19,7 +19,8 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from fusion_p2p.errors import InputError
-from peer.lab.bed import TRAINER, Bed, Command, commands, namespaces, queues
+from peer.lab.bed import CORE, LEAST_DELAY_S, TRAINER, Bed, Command, commands, namespaces, queues
+from peer.lab.delay import Delays, delays
 from peer.lab.quota import Quotas, sweep_groups
 
 COMMAND_S = 20.0
@@ -117,6 +118,7 @@ class Lab:
 
     def __init__(self, bed: Bed) -> None:
         self.bed, self.prefix = bed, prefix()
+        self.delays = Delays()
         self.quotas = Quotas(self.prefix, {p.name: p.cores for p in bed.peers})
 
     def __enter__(self) -> Self:
@@ -129,6 +131,9 @@ class Lab:
             for command in commands(self.bed, self.prefix):
                 _run(command)
             self.quotas.open()
+            latency = {(x.src, x.dst): x.latency_s for x in self.bed.links}
+            for site, rules in delays(latency, LEAST_DELAY_S).items():
+                self.delays.start(site, self.enter(CORE), f"d{site}", f"e{site}", rules)
         except BaseException:
             self.close()
             raise
@@ -141,6 +146,7 @@ class Lab:
 
     def close(self) -> None:
         """Processes in it should have ended. Idempotent."""
+        self.delays.close()
         self.quotas.close()
         for name in reversed(namespaces(self.bed)):
             if (NETNS / (self.prefix + name)).exists():

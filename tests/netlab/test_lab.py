@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 import fusion_p2p
 from peer.api import Run
 from peer.lab.bed import load_bed
+from peer.lab.delay import Rules
 from peer.lab.lab_swarm import LabSwarm
 from peer.lab.measure import measure, table
 from peer.lab.measured_run import measured_run
@@ -63,6 +66,37 @@ def test_links_deliver_and_two_peers_train_across_one(tmp_path: Path) -> None:
         assert sorted(found.as_dict()["hosts"]) == ["A0", "B0"]
         assert found.link_bytes["A-B"] > 1000 and found.link_bytes["B-A"] > 1000, "what stages send is on the link"
         assert any(line.startswith("  stage 0 on ") for line in found.lines())
+    assert not left(prefix())
+
+
+def test_a_long_link_is_late_both_ways_and_can_be_cut(tmp_path: Path) -> None:
+    (tmp_path / "bed.json").write_text(BED.replace("[20, 0.1]}", "[20, 40]}"))
+    with Lab(load_bed(tmp_path / "bed.json")) as lab:
+        a, b = lab.bed.peers
+        with lab.listen(b.name, b.address) as server:
+            port = server.getsockname()[1]
+            near = lab.at(a.name, lambda: socket.create_connection((b.address, port), 10))
+            far, _ = server.accept()
+        with near, far:
+            for end in (near, far):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            trips = []
+            for _ in range(5):
+                begin = time.perf_counter()
+                near.sendall(b"there")
+                far.recv(10)
+                far.sendall(b"back")
+                near.recv(10)
+                trips.append(time.perf_counter() - begin)
+            assert 0.08 <= min(trips) < 0.5, "40 ms each way"
+            lab.delays.set(0, Rules(delay_s={1: 0.04}, cut=(1,)))
+            near.sendall(b"lost")
+            far.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                far.recv(10)
+            lab.delays.set(0, Rules(delay_s={1: 0.04}))
+            far.settimeout(20)
+            assert far.recv(10) == b"lost", "TCP sends it again"
     assert not left(prefix())
 
 

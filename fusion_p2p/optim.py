@@ -18,6 +18,7 @@ from fusion_p2p.errors import InputError
 from fusion_p2p.settings import OptimizerSpec, Schedule, WeightDecayGroup
 
 KINDS = ("adamw", "sgd")
+MAX_STEPS = 1 << 40
 SLOTS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
@@ -107,8 +108,13 @@ def check(spec: OptimizerSpec) -> OptimizerSpec:
         ),
         (spec.clip_norm is None or spec.clip_norm > 0, "clip_norm", spec.clip_norm, "a number > 0, or left out"),
         (s.kind in ("constant", "linear", "cosine"), "schedule.kind", s.kind, "constant, linear or cosine"),
-        (s.warmup >= 0, "schedule.warmup", s.warmup, "a step count >= 0"),
-        (s.total == 0 or s.total > s.warmup, "schedule.total", s.total, f"more than warmup ({s.warmup}), or 0"),
+        (0 <= s.warmup <= MAX_STEPS, "schedule.warmup", s.warmup, f"a step count in 0..{MAX_STEPS}"),
+        (
+            s.total == 0 or s.warmup < s.total <= MAX_STEPS,
+            "schedule.total",
+            s.total,
+            f"more than warmup ({s.warmup}) and at most {MAX_STEPS}, or 0",
+        ),
         (0 <= s.floor <= 1, "schedule.floor", s.floor, "a factor in [0, 1]"),
     )
     for holds, field, value, wanted in rules:

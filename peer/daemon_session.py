@@ -26,6 +26,7 @@ from peer.protocol import (
     Mark,
     Pass,
     Refused,
+    Renew,
     RunSpec,
     SessionCert,
     Signed,
@@ -34,7 +35,7 @@ from peer.protocol import (
     Trim,
     Welcome,
 )
-from peer.signing import check_session
+from peer.signing import check_session, open_signed
 from peer.volunteer import Volunteer
 
 log = logging.getLogger("peer.daemon")
@@ -51,8 +52,15 @@ _DECODER: msgspec.msgpack.Decoder[ToVolunteer] = msgspec.msgpack.Decoder(ToVolun
 class TrainerSession:
     """See `volunteer.Session`."""
 
-    def __init__(self, stream: MessageStream[ToVolunteer], spec: RunSpec, cert: SessionCert, signed: Signed) -> None:
-        self.spec, self.cert, self.signed_cert = spec, cert, signed
+    def __init__(
+        self,
+        stream: MessageStream[ToVolunteer],
+        spec: RunSpec,
+        cert: SessionCert,
+        signed: Signed,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.spec, self.cert, self.signed_cert, self._clock = spec, cert, signed, clock
         self._stream = stream
         self._queue: asyncio.Queue[msgspec.Struct | None] = asyncio.Queue()
 
@@ -88,8 +96,12 @@ class TrainerSession:
 
     async def _receive(self, volunteer: Volunteer, dead_s: float) -> None:
         while (message := await self._stream.receive(timeout_s=dead_s)) is not None:
+            if not self.cert.expires > self._clock():
+                raise WireError("its session certificate has run out and was not renewed")
             volunteer.heard(self)
             match message:
+                case Renew():
+                    self.renew(message.cert)
                 case StageOffer():
                     await self._offer(volunteer, message)
                 case Connect() | Mark() | Trim() | Pass() | Drop():
@@ -100,6 +112,16 @@ class TrainerSession:
                     raise WireError("a second hello on one control stream")
                 case Heartbeat():
                     pass
+
+    def renew(self, signed: Signed) -> None:
+        """Go on under a certificate that ends later. WireError if it is not the same session's."""
+        try:
+            cert = open_signed(signed, SessionCert, self.spec.owner)
+        except SignatureError as error:
+            raise WireError(str(error)) from None
+        if msgspec.structs.replace(cert, expires=self.cert.expires) != self.cert:
+            raise WireError(f"a certificate of another session (epoch {cert.epoch}) where ours is renewed")
+        self.cert, self.signed_cert = cert, signed
 
     async def _offer(self, volunteer: Volunteer, offer: StageOffer) -> None:
         try:

@@ -217,6 +217,7 @@ class Receiver:
         self.queued_bytes = 0
         self.frames_accepted, self.bytes_accepted, self.micro_batches_accepted = 0, 0, 0
         self._micro_batch = (-1, -1)
+        self._came: dict[int, int] = {}  # tick that has not ended here -> micro-batches of which a tensor came
         self._count_lock = threading.Lock()
         self._task: asyncio.Task[None] | None = None
 
@@ -249,12 +250,17 @@ class Receiver:
         self.bytes_accepted += len(frame.payload)
         if frame.kind in (Kind.ACT, Kind.GRAD) and (frame.tick, frame.micro_batch) != self._micro_batch:
             self._micro_batch = (frame.tick, frame.micro_batch)
-            self.micro_batches_accepted += 1
+            self._came[frame.tick] = self._came.get(frame.tick, 0) + 1
         with self._count_lock:
             self.queued_bytes += len(frame.payload)
             if self.queued_bytes > self._links.settings.queue_bytes:
                 self.room.clear()
         self._links.deliver(frame)
+
+    def settle(self, tick: int, training: bool) -> None:
+        """The tick has ended: what came of it counts as work if it was trained on."""
+        came = self._came.pop(tick, 0)
+        self.micro_batches_accepted += came * training
 
     def taken(self, count: int) -> bool:
         """Whether the reader, having been full, may go on."""

@@ -15,9 +15,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Self
 
+import msgspec
+
 from dht.errors import TransportError
 from dht.transport import Stream, Transport
-from fusion_p2p.frame import TRAINER, Frame, Kind
+from fusion_p2p.frame import TRAINER, Frame, Kind, StepHeader
 from peer.channel import Bound, Inbox, Outbox
 from peer.channel_io import STREAM_ERRORS, ChannelSettings, answer_open, read_open
 from peer.errors import ChannelClosed, WireError
@@ -68,6 +70,7 @@ class Links:
         self._receivers: dict[int, Receiver] = {}
         self._lock = threading.Lock()
         self._arrived: dict[int, deque[Frame]] = {}  # by source: a source's frames come in the order of their ticks
+        self._training: dict[int, bool] = {}  # of the ticks that have not ended here
         self._news = asyncio.Event()
         self._room = threading.Event()
         self._room.set()
@@ -162,8 +165,10 @@ class Links:
         sender.push(frame)
         self.check_room()
         if frame.kind is Kind.DONE:  # the stage has taken everything of the tick
+            training = self._training.pop(frame.tick, False)
             for receiver in self._receivers.values():
                 receiver.inbox.advance(frame.tick + 1)
+                receiver.settle(frame.tick, training)
         return sender
 
     def check_room(self) -> None:
@@ -214,6 +219,9 @@ class Links:
         self._news.set()
 
     def deliver(self, frame: Frame) -> None:
+        if frame.kind is Kind.STEP and frame.src == TRAINER:
+            with contextlib.suppress(msgspec.MsgspecError):  # the stage says what is wrong with it
+                self._training[frame.tick] = msgspec.msgpack.decode(frame.payload, type=StepHeader).training
         with self._lock:
             self._arrived.setdefault(frame.src, deque()).append(frame)
         self._news.set()

@@ -357,6 +357,10 @@ def rehost(
             raise NoRoomError(p.stage, need)
         placed[p.stage] = left[min(ready)[2]]
         new[p.stage] = placed[p.stage]
+
+    def sent(stage: int) -> int:
+        return load.sent_bytes(bounds[stage], bounds[stage + 1])
+
     names = ", ".join(sorted(peer[-8:] for peer in lost))
     used_peers = {p.peer for p in plan.placement if p.peer not in lost} | {h.peer for h in new.values()}
     return msgspec.structs.replace(
@@ -364,7 +368,12 @@ def rehost(
         number=plan.number + 1,
         placement=tuple(
             msgspec.structs.replace(
-                p, peer=placed[p.stage].peer, device=placed[p.stage].device, incarnation=plan.number + 1, buddies=()
+                p,
+                peer=placed[p.stage].peer,
+                device=placed[p.stage].device,
+                incarnation=plan.number + 1,
+                buddies=(),
+                logged=p.logged and plan.mark_interval * sent(p.stage) <= log_bytes(placed[p.stage].memory_bytes),
             )
             if p.stage in group or p.stage in new
             else p

@@ -107,6 +107,12 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", kw_only=True):
     cert: Signed  # SessionCert
 
 
+class Renew(msgspec.Struct, frozen=True, tag="renew", kw_only=True):
+    """The session's certificate with a later end: same key, same epoch."""
+
+    cert: Signed  # SessionCert
+
+
 class StageOffer(msgspec.Struct, frozen=True, tag="offer", kw_only=True):
     """`opdag` may be empty when the volunteer said in Welcome that it has this hash. `state` restores the stage at
     `first_tick`; `trial` runs one full-shape step first, so that out-of-memory is a refusal with figures; `logged`:
@@ -263,7 +269,7 @@ class Kept(msgspec.Struct, frozen=True, tag="kept", kw_only=True):
 
 class Took(msgspec.Struct, frozen=True, array_like=True):
     """New frames accepted from a neighbour, their payload bytes, and the FLOPs, by this host's own copy of the OP-DAG,
-    of the micro-batches of which a tensor came (as if each were trained on)."""
+    of the micro-batches of which a tensor came in ticks that were trained on and have ended."""
 
     frames: Bytes = 0
     bytes: Bytes = 0
@@ -320,7 +326,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     pass
 
 
-ToVolunteer = Hello | StageOffer | Connect | Mark | Trim | Keep | Pass | Drop | Heartbeat
+ToVolunteer = Hello | Renew | StageOffer | Connect | Mark | Trim | Keep | Pass | Drop | Heartbeat
 ToTrainer = Welcome | Refused | Accepted | Marked | Snapshotted | Kept | StageStatus | StageFault | Suspect | Heartbeat
 
 

@@ -242,6 +242,7 @@ class Trainer:
     def _begin(self) -> None:
         self.spawn(Repair(self._live, self._adopt).serve())
         self.spawn(Spares(self._live).serve())
+        self.spawn(self._live.assembly.keep_certified())
 
     def _first_numerics(self, resumed: Manifest | None) -> Numerics:
         """With what this session begins; what the numeric log prescribes for later goes to `live.script`."""

@@ -37,6 +37,7 @@ from peer.protocol import (
     Drop,
     Endpoint,
     Hello,
+    Renew,
     RunSpec,
     SessionCert,
     Signed,
@@ -49,6 +50,7 @@ from peer.signing import is_successor, new_session_key, public_bytes, sign
 from peer.trainer_host import Host, HostLost
 
 CERT_S = 24 * 3600.0
+RENEW_LOOK_S = 60.0
 MAX_PLANS = 16  # plans tried before a run gives up on volunteers that refuse
 MEMORY_MARGIN = 0.95
 ADOPT_S = 5.0  # for a host to say that it still has its stage
@@ -354,6 +356,9 @@ class Assembly:
                 self._on_lost(host.peer, lost.reason)
 
     def _hello(self) -> Hello:
+        return Hello(version=PROTOCOL_VERSION, spec=self._session.signed_spec, cert=self._cert())
+
+    def _cert(self) -> Signed:
         s = self._session
         cert = SessionCert(
             run=s.spec.run,
@@ -362,7 +367,20 @@ class Assembly:
             epoch=s.epoch,
             expires=s.clock() + CERT_S,
         )
-        return Hello(version=PROTOCOL_VERSION, spec=s.signed_spec, cert=sign(cert, s.owner_key))
+        return sign(cert, s.owner_key)
+
+    async def keep_certified(self, look_s: float = RENEW_LOOK_S) -> None:
+        """Renew the session's certificate everywhere once half of its life is over; for as long as the session."""
+        issued = self._session.clock()
+        while True:
+            await asyncio.sleep(look_s)
+            now = self._session.clock()
+            if now - issued < CERT_S / 2:
+                continue
+            issued, cert = now, self._cert()
+            for host in list(self._hosts.values()):
+                with contextlib.suppress(HostLost):  # `_watch` tells
+                    await host.send(Renew(cert=cert))
 
     def _offer(self, plan: Plan, p: StagePlacement, host: Host, state: BlobRef, first_tick: int) -> StageOffer:
         s = self._session

@@ -39,6 +39,7 @@ from peer.protocol import (
     Marked,
     Pass,
     Refused,
+    Renew,
     RunSpec,
     SessionCert,
     Snapshotted,
@@ -100,6 +101,7 @@ class MiniVolunteer:
         self.unit_s = 0.0
         self._now_s = 0.0
         self.lie: Callable[[Frame], Frame] = lambda frame: frame
+        self.renewed: asyncio.Queue[SessionCert] = asyncio.Queue()
         self.messages: MessageStream[ToVolunteer] | None = None
 
     async def start(self) -> None:
@@ -150,6 +152,8 @@ class MiniVolunteer:
                 case Mark():
                     await self._say(messages, Marked(run=spec.run, stage=message.stage, tick=message.tick))
                     marks.add(asyncio.create_task(self._mark(messages, message)))
+                case Renew():
+                    self.renewed.put_nowait(msgspec.msgpack.decode(message.cert.body, type=SessionCert))
                 case Pass():
                     self.hosted[message.stage].stage.pass_frame(message.frame)
                     self.hosted[message.stage].news.set()

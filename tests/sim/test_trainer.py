@@ -27,7 +27,7 @@ from peer.ratelimit import Limiter
 from peer.signing import make_run_spec, new_session_key
 from peer.trainer import Trainer
 from peer.trainer_adopt import Replay
-from peer.trainer_assembly import Session
+from peer.trainer_assembly import CERT_S, Session
 from peer.trainer_host import RunPaused
 from peer.trainer_live import TrainerOptions
 from peer.trainer_state import RunFolder
@@ -483,5 +483,24 @@ def test_what_cannot_be_adopted_is_restored(captured: Captured, tmp_path: Path, 
             want = expected(captured, again.plan.numerics.cuts, 8)
             assert losses == want[0][4:] and await lab.hash(again, 8) == want[1]
             assert not any(v.adopted for v in lab.volunteers)
+
+    asyncio.run(main())
+
+
+@MINUTE
+def test_the_session_is_certified_anew_at_half_of_its_life(captured: Captured, tmp_path: Path) -> None:
+    async def main() -> None:
+        lab, now = Lab(captured, tmp_path), [1000.0]
+        for k in range(2):
+            await lab.add(f"volunteer{k}")
+        async with lab.trainer(2, clock=lambda: now[0]) as trainer:
+            keeping = asyncio.create_task(trainer._live.assembly.keep_certified(look_s=0.01))
+            await asyncio.sleep(0.1)
+            assert all(v.renewed.empty() for v in lab.volunteers)
+            for _ in range(2):
+                now[0] += CERT_S / 2
+                for volunteer in lab.volunteers:
+                    assert (await volunteer.renewed.get()).expires == now[0] + CERT_S
+            keeping.cancel()
 
     asyncio.run(main())

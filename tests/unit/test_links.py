@@ -7,9 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 
-from fusion_p2p.frame import Frame, Kind
+from fusion_p2p.frame import TRAINER, Frame, Kind, StepHeader
 from peer.channel_io import ChannelSettings
 from peer.links import LinkEvent, Links
 from peer.protocol import Endpoint
@@ -349,5 +350,26 @@ def test_real_traffic_tells_how_fast_a_peer_takes_bytes() -> None:
         ((peer, count, seconds),) = found
         assert peer == "peer1" and 800_000 <= count <= 800_005
         assert count / seconds < 1.3 * rate
+
+
+def test_work_counts_when_its_tick_has_ended_and_was_trained_on() -> None:
+    """Three micro-batches of an evaluation, two of a step, one of a step that has not ended."""
+
+    async def main() -> None:
+        ends = endpoint(TRAINER), endpoint(0), endpoint(1)
+        network = Network()
+        async with links(network, ends[0]) as t, links(network, ends[1]) as a, links(network, ends[2]) as b:
+            for end in (t, a, b):
+                end.update(ends, 1)
+            for tick, training in ((0, False), (1, True), (2, True)):
+                header = msgspec.msgpack.encode(StepHeader(training, 0, (1,) * 3))
+                await t.send(Frame(Kind.STEP, TRAINER, 1, 0, tick, 0, header))
+                for micro_batch in range(3 - tick):
+                    await a.send(act(tick, micro_batch, b"x"))
+            await take(b, 9)
+            assert b.accepted({0: 7.0})[0].flops == 0
+            for tick, flops in ((0, 0.0), (1, 14.0)):
+                await b.send(Frame(Kind.DONE, 1, TRAINER, 0, tick, 0, b""))
+                assert b.accepted({0: 7.0})[0].flops == flops
 
     run(main())

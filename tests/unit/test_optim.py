@@ -184,6 +184,8 @@ def test_from_torch_refuses_by_name(make: TorchMaker, words: str) -> None:
         (lambda: SGD(lr=0.1, clip_norm=0.0), "clip_norm"),
         (lambda: SGD(lr=0.1, schedule=Schedule(kind="step")), "schedule.kind"),
         (lambda: SGD(lr=0.1, schedule=Cosine(warmup=10, total=5)), "schedule.total"),
+        (lambda: SGD(lr=0.1, schedule=Cosine(total=1 << 62)), "schedule.total"),
+        (lambda: SGD(lr=0.1, schedule=Cosine(warmup=1 << 62)), "schedule.warmup"),
         (lambda: SGD(lr=0.1, groups=(WeightDecayGroup("*", -1.0),)), "weight_decay"),
     ],
 )

@@ -208,6 +208,17 @@ def test_nothing_is_logged_without_marks_or_above_the_cap() -> None:
         assert [p.logged for p in plan.placement] == [logged] * 2
 
 
+def test_a_stage_that_moves_to_a_smaller_device_keeps_no_log_that_does_not_fit() -> None:
+    cut = (log_bytes(4 << 30) // (4 * BASE.micro_batches)) - 1
+    model, devices = atoms(*[1.0] * 8, cut=cut), offers(1.0, 1.0, 1.0, memory=4 << 30)
+    plan = make_plan(model, devices, PlanRequest(base=BASE, mark_interval=4, stages=2))
+    lost = plan.host(1).peer
+    for memory, logged in ((4 << 30, True), (2 << 30, False)):
+        there = [d if d.peer in (lost, plan.host(0).peer) else replace(d, memory_bytes=memory) for d in devices]
+        moved = rehost(plan, frozenset({lost}), (1,), model, there, 7.0)
+        assert moved.host(1).peer == plan.spares[0] and moved.host(1).logged is logged
+
+
 def slow_links(count: int, bytes_per_s: float) -> SwarmLinks:
     names = [f"peer{i}" for i in range(count)]
     return SwarmLinks(

@@ -44,8 +44,7 @@ bench: setup  ## every table of bounds, measured here
 	$(BIN)/python -m tests.bench
 
 headline: setup  ## ours beside torch.distributed.pipelining on a shaped network (root, 20 minutes)
-	$(BIN)/python -m tests.bench.netlab --headline --save headline
-	$(BIN)/python -m tests.bench.table
+	@$(BIN)/python -m tests.bench.netlab --headline --save headline; code=$$?; $(BIN)/python -m tests.bench.table; exit $$code
 
 soak: setup  ## the long checks
 	$(BIN)/python -m pytest tests -m soak --timeout 7200

@@ -26,6 +26,7 @@ from peer.lab.bed import load_bed
 from peer.lab.measure import TOLERANCE, Delivered, measure
 from peer.lab.netns import Lab, LabUnsupported, unsupported
 from tests.bench.rows import Row, arguments, at_least, at_most, progress, report
+from tests.netlab import model as m
 from tests.netlab import study as s
 from tests.netlab.streams import StreamFailed, StreamRun, pairs, stream
 
@@ -33,6 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 OVER_RIVAL = {"N1": 9.4, "N2": 7.0, "N3": 1.3, "N4": 6.0}
 ALONE, OVER_PUBLISHED, CEILING, PREDICTED = 2.0, 1.5, 0.75, 0.15
 GOODPUT, LOOPBACK, CPU_CORES = 0.95, 0.2, 0.15
+RIVALS_S = 8.5 * 60.0  # of --headline, per testbed
 HEADLINE_S = 17 * 60.0  # after this nothing new begins
 
 
@@ -61,7 +63,7 @@ def judge(found: s.Found) -> Iterator[Row]:
         bound = f"within {PREDICTED:.0%}"
         yield Row(f"{name}: measured over predicted, {config}", text, bound, abs(off - 1) <= PREDICTED)
     for config, why in found.failed.items():
-        yield Row(f"{name}: {config}", why[:120], "comes to an end", why == "no time left" and None)
+        yield Row(f"{name}: {config}", why[:120], "comes to an end", None if why == s.NO_TIME else False)
 
 
 def ratio(case: str, theirs: float, ours: float, bound: float, unit: str = "x") -> Row:
@@ -123,6 +125,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "hivemind": version("hivemind"),
         "load_at_start": os.getloadavg()[0],
+        "flops_per_cut_byte": m.FLOPS / m.CUT_BYTES,
     }
 
 
@@ -193,6 +196,7 @@ def experiments(options: Any, found: list[s.Found], checkpoint: Callable[[], Non
                 by_speed=(1 if name == "N3" else 0) if options.headline else options.orders,
                 steps=options.steps or (4 if options.headline else 8),
                 until=until,
+                rivals_s=RIVALS_S if options.headline else float("inf"),
             )
         except LabUnsupported as error:
             rows.append(Row(name, str(error), "can be built", False))

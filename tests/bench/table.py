@@ -23,7 +23,8 @@ def table(results: dict[str, Any]) -> str:
     lines = [
         BEGIN,
         f"Measured {m['date'][:10]} on {m['cores']} cores of {m['cpu']}, Python {m['python']}, torch {m['torch']}, "
-        f"hivemind {m['hivemind']}; load {m['load_at_start']:.1f} before it began.",
+        f"hivemind {m['hivemind']}; load {m['load_at_start']:.1f} before it began; "
+        f"{m['flops_per_cut_byte']:,.0f} FLOP per byte that crosses a cut dense.",
         "",
         "| case | figure | bound | holds |",
         "| --- | --- | --- | --- |",

@@ -14,6 +14,9 @@ LAYERS, WIDTH, HEADS, CONTEXT, VOCAB = 8, 128, 4, 256, 256
 MICRO_BATCH, MICRO_BATCHES = 4, 8
 TOKENS = MICRO_BATCH * MICRO_BATCHES * CONTEXT  # a step
 LR = 1e-3
+# Of a micro-batch, forward and backward: 6 a weight and token, and attention's two products.
+FLOPS = MICRO_BATCH * CONTEXT * (6 * (12 * LAYERS * WIDTH**2 + VOCAB * WIDTH) + 12 * LAYERS * CONTEXT * WIDTH)
+CUT_BYTES = 2 * 4 * MICRO_BATCH * CONTEXT * WIDTH  # dense, an activation and its gradient
 
 
 class Block(nn.Module):

@@ -37,6 +37,7 @@ CONFIGS = {
     "equal compute, dense": ("equal-compute:0", "none"),
     "equal compute, uniform Top-K": ("equal-compute:0", "topk:100"),
 }
+NO_TIME, LEAST_ORDERS = "no time left", 3
 EQUAL, BY_SPEED = "equal layers", "layers by speed"
 Say = Callable[[str], None]
 FAILURES = (FusionError, DhtError, r.RivalFailed, OSError, TimeoutError, StopIteration)
@@ -88,10 +89,12 @@ def study(
     steps: int = 8,
     rate_scale: float = 0.1,
     until: float = float("inf"),
+    rivals_s: float = float("inf"),
 ) -> Found:
     """`orders` and `by_speed`: device orders of the rival with equal layers, and with layers in proportion to speed.
 
-    After `until` (monotonic) the rest is left out and said to be. LabUnsupported where there can be no lab.
+    After `until` (monotonic) the rest is left out and said to be; likewise device orders that would end after
+    `rivals_s`, but for the first LEAST_ORDERS. LabUnsupported where there can be no lab.
     """
     bed = load_bed(FILE, bed_name, rate_scale=rate_scale)
     found = Found(bed=bed_name, rate_scale=rate_scale, cores={p.name: p.cores for p in bed.peers})
@@ -101,7 +104,7 @@ def study(
         found.links = measure(lab)
         for d in found.links:
             say(f"{bed_name}: {d.src}-{d.dst} {d.link.bits_per_s / 1e6:.4g} Mbps, {d.of_configured:.3f} delivered")
-        _rivals(lab, found, orders, by_speed, say, until)
+        _rivals(lab, found, orders, by_speed, say, min(until, time.monotonic() + rivals_s))
         _ours(lab, found, configs, steps, say, until)
     return found
 
@@ -114,8 +117,10 @@ def _rivals(lab: Lab, found: Found, orders: int, by_speed: int, say: Say, until:
         with r.Rivals(lab) as rivals:
             for how, count in ((EQUAL, orders), (BY_SPEED, by_speed)):
                 for seed in range(count):
-                    if time.monotonic() > until:
-                        found.failed[f"rival, {how}, order {seed}"] = "no time left"
+                    done = found.rivals.get(how, [])
+                    took_s = done[-1].step_s if done else 0.0
+                    if time.monotonic() + took_s > until and len(done) >= LEAST_ORDERS:
+                        found.failed[f"rival, {how}, order {seed}"] = NO_TIME
                         continue
                     order = r.shuffled(len(lab.bed.peers), seed)
                     stages = r.equal_layers(lab) if how == EQUAL else r.by_speed(lab, order)
@@ -135,7 +140,7 @@ def _ours(lab: Lab, found: Found, configs: Sequence[str], steps: int, say: Say, 
         with lab.inside(), LabSwarm(lab) as swarm:
             for name in configs:
                 if time.monotonic() > until:
-                    found.failed[name] = "no time left"
+                    found.failed[name] = NO_TIME
                     continue
                 try:
                     found.runs[name] = one_run(

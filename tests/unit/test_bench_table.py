@@ -8,7 +8,7 @@ from tests.bench import table as t
 
 RESULTS = {
     "machine": {"date": "2026-01-02T03:04:05+00:00", "cores": 2, "cpu": "a CPU", "python": "3.11", "torch": "2.13",
-                "hivemind": "1.1", "load_at_start": 0.25},
+                "hivemind": "1.1", "load_at_start": 0.25, "flops_per_cut_byte": 12345.0},
     "rows": [
         {"case": "fast", "figure": "10x", "bound": ">= 9.4x", "holds": True},
         {"case": "slow", "figure": "0.5x", "bound": ">= 0.75x", "holds": False},

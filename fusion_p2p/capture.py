@@ -208,11 +208,14 @@ def tied_names(model: torch.nn.Module) -> Tied:
 
 
 def capture(model: torch.nn.Module, example_batch: Any, *, loss: Loss | None = None, seed: int = 0) -> Captured:
-    """The OP-DAG of `model` and `loss`, checked against the module itself.
+    """The OP-DAG of `model` and `loss`, checked against the module itself (FusionLLM section 3; DESIGN section 4).
 
-    `example_batch`: a mapping (`model(**batch)`), tuple (`model(*batch)`) or tensor; dimension 0 is the samples.
-    `loss`: function of (output, batch) giving the mean over the samples; None takes `output.loss`.
-    Raises CaptureError with file:line and the way round if the model cannot be captured exactly.
+    `example_batch`: a mapping (`model(**batch)`), tuple (`model(*batch)`) or tensor of shape (samples, ...); all
+    dimensions but the samples are fixed by it. `loss`: function of (output, batch) giving a scalar, the mean over the
+    samples; None takes `output.loss`. `seed`: of the self-check's random tensors. The model is left as it was; the
+    result's `state` shares its storage.
+    Raises CaptureError with file:line and the way round if the model cannot be captured exactly (SUPPORT.md lists what
+    can), InputError if the batch holds no samples.
     """
     if isinstance(loss, torch.nn.Module) and any(True for _ in loss.parameters()):
         raise CaptureError("the loss has parameters of its own; make it a submodule and return the loss from forward")

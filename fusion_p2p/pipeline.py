@@ -29,7 +29,9 @@ class LocalPipeline:
     A batch has the structure of the captured example, with at most `micro_batches` x `micro_batch_size` samples.
     The model's own tensors are copied, not changed. `on_frame` sees every frame between stages,
     `on_report` each stage's report of each tick.
-    `compute`: stage -> what runs its operators, where that is not PyTorch.
+    `compute`: stage -> what runs its operators, where that is not PyTorch. InputError for cuts, dtype or a batch that
+    do not fit. Losses are in nats where the model's are; weights are bit for bit those of a swarm with these numerics
+    (DESIGN section 2).
     """
 
     def __init__(

@@ -140,6 +140,7 @@ class Lab:
                 recover_s=recover_s,
                 mark_interval=marks,
                 script=script,
+                adaptive=adaptive,
             ),
             initial=lambda program: to_bytes(initial_state(self.captured.state, program)),
             sink=self.heard.append,

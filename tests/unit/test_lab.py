@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.planner import load_testbed
 from peer.lab import bed as b
 from peer.lab.netns import is_orphan, prefix
+from peer.lab.quota import DutyCycle
 
 FILE = Path("examples/testbeds/lab.json")
 
@@ -128,3 +133,19 @@ def test_scaling_leaves_latency_alone() -> None:
     off = ~np.eye(len(network), dtype=bool)
     assert np.allclose(scaled.bandwidth_bytes_per_s[off], network.bandwidth_bytes_per_s[off] / 2)
     assert np.array_equal(scaled.latency_s, network.latency_s)
+
+
+def test_a_duty_cycle_stops_a_process_for_a_while_and_lets_it_go_in_the_end() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
+        duty = DutyCycle(process.pid, 0.1)
+        try:
+            end, seen = time.monotonic() + 20, set[str]()
+            while len(seen & {"stopped", "sleeping"}) < 2 and time.monotonic() < end:
+                seen.add(psutil.Process(process.pid).status())
+                time.sleep(0.003)
+            assert {"stopped", "sleeping"} <= seen
+        finally:
+            duty.stop()
+        while psutil.Process(process.pid).status() == "stopped" and time.monotonic() < end:
+            time.sleep(0.003)
+        assert psutil.Process(process.pid).status() != "stopped"

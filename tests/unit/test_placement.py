@@ -378,3 +378,22 @@ def test_the_planner_names_buddies_by_link_and_marks_no_oftener_than_sets_can_be
     assert none.mark_interval == 0 and not any(p.logged for p in none.placement)
     here = make_plan(model, offers(1e9, 1e9, 1e8), PlanRequest(base=BASE, stages=2, mark_interval=7))
     assert here.mark_interval == 7 and all(p.buddies == () for p in here.placement)
+
+
+def test_the_rules_that_ours_is_measured_against_use_every_device_and_are_functions_of_their_seed() -> None:
+    costs, hosts = atoms(*[1.0] * 12, cut=1 << 10), offers(1.0, 1.0, 2.0)
+    made = {}
+    for planner in ("equal-compute:1", "equal-compute:1", "equal-compute:2", "published:0", "equal-layers"):
+        plan = make_plan(costs, hosts, PlanRequest(base=BASE, planner=planner, compression="topk:100"))
+        assert {p.peer for p in plan.placement} == {o.peer for o in hosts}, planner
+        assert all(c.codec == "topk:0.01" for c in plan.numerics.codecs) and len(plan.numerics.codecs) == 2
+        assert made.setdefault(planner, plan.placement) == plan.placement
+    bounds = (0, *plan.numerics.cuts, 12)
+    assert [b - a for a, b in itertools.pairwise(bounds)] == [4, 4, 4], "equal layers whatever the speed"
+    published = make_plan(costs, hosts, PlanRequest(base=BASE, planner="published:3"))
+    ends = (0, *published.numerics.cuts, 12)
+    share = {p.peer: ends[p.stage + 1] - ends[p.stage] for p in published.placement}
+    assert share == {"peer0": 3, "peer1": 3, "peer2": 6}, "in proportion to speed"
+    for unknown in ("random", "published:x", "opfence:1", "equal-compute:-1"):
+        with pytest.raises(InputError, match="use opfence, or equal-layers:SEED"):
+            make_plan(costs, hosts, PlanRequest(base=BASE, planner=unknown))

@@ -15,8 +15,8 @@ def reasons(p: Proposal) -> tuple[str, ...]:
 
 
 def choices(p: Proposal) -> tuple[str, ...]:
-    """What holds the plan up, where it crosses fences, what it compresses, whom it leaves out."""
-    return (_bottleneck(p), *_crossings(p), *_codecs(p), *_spares(p))
+    """What holds the plan up, where it crosses fences, what it compresses, where tied weights go, whom it leaves out."""
+    return (_bottleneck(p), *_crossings(p), *_codecs(p), *_tied(p), *_spares(p))
 
 
 def explain(p: Proposal) -> str:
@@ -97,6 +97,15 @@ def _codecs(p: Proposal) -> list[str]:
         f"{len(count)} of {len(p.chain.rungs)} links are compressed, the most {p.network.devices[a].name} -> "
         f"{p.network.devices[b].name} ({p.chain.rungs[k].codec}, {p.chain.rungs[k].byte_share:.1%} of dense)"
     ]
+
+
+def _tied(p: Proposal) -> list[str]:
+    if not p.workload.shared or len(set(p.chain.hosts)) < 2:
+        return []
+    size = sum(w.size_bytes for w in p.workload.shared) / 1e6
+    if p.score.shared_s > 0:
+        return [f"tied weights ({size:.3g} MB) travel once a step and their gradients back: {p.score.shared_s:.3g} s"]
+    return [f"tied weights ({size:.3g} MB) never travel: one device has all their uses"]
 
 
 def _spares(p: Proposal) -> list[str]:

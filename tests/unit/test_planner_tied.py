@@ -73,3 +73,10 @@ def test_a_heavy_tied_weight_moves_the_ends_together_and_a_light_one_nothing() -
     assert light <= blind * 1.01
     _, heavy, blind = large(4e8)
     assert heavy < 0.8 * blind
+
+
+def test_a_plan_says_where_tied_weights_go() -> None:
+    costs = tied_problem(0, 3)
+    p = plan(costs.w, costs.net, micro_batches=costs.m, ladder=costs.ladder)
+    line = next(x for x in p.reasons if x.startswith("tied weights"))
+    assert ("never travel" in line) == (p.score.shared_s == 0)

@@ -351,6 +351,8 @@ def test_real_traffic_tells_how_fast_a_peer_takes_bytes() -> None:
         assert peer == "peer1" and 800_000 <= count <= 800_005
         assert count / seconds < 1.3 * rate
 
+    run(main())
+
 
 def test_work_counts_when_its_tick_has_ended_and_was_trained_on() -> None:
     """Three micro-batches of an evaluation, two of a step, one of a step that has not ended."""

@@ -387,6 +387,7 @@ class Trainer:
                     self._live.sink(step_result(result))
                     if result.tick >= self._new_from:
                         self._balance.tick(result)
+                        self.sets.tick(result.time_s)
                     self._gate.tick(result)
                 waiter = self._results.pop(result.tick)
                 if not waiter.done():

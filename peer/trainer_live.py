@@ -110,6 +110,7 @@ class Live:
     keepers: dict[str, str] = field(default_factory=dict)
     outbox_share: dict[int, float] = field(default_factory=dict)
     again: set[int] = field(default_factory=set)
+    losses: int = 0  # of hosts, since the session began
     may_stay: set[str] = field(default_factory=set)
     placed: Placed | None = None
     rates: Rates = field(default_factory=Rates)
@@ -215,6 +216,7 @@ class Live:
         if not stages or peer in self.lost:
             return
         self.lost[peer] = reason
+        self.losses += not moving
         self.leaving.pop(peer, None)
         self.assembly.abandon(peer, reason)
         for stage in () if moving else stages:

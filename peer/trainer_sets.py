@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,9 +17,11 @@ import msgspec
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics, Plan, StagePlacement
+from fusion_p2p.planner.replan import MOVING_AVERAGE
 from fusion_p2p.snapshot_check import SnapshotCheck
 from peer.blobs import fetch_blob
 from peer.errors import BlobError, DiskFull
+from peer.mark_interval import losses_per_s, mark_interval
 from peer.protocol import BlobRef, Mark, Snapshotted, Trim
 from peer.trainer_assembly import Spawn
 from peer.trainer_buddies import BuddyKeeper
@@ -42,27 +45,47 @@ class _Marked:
 class SetKeeper:
     """`turn` is held while ticks are released; a mark holds it until all have noted it."""
 
-    def __init__(self, live: Live, turn: asyncio.Lock, spawn: Spawn) -> None:
+    def __init__(
+        self, live: Live, turn: asyncio.Lock, spawn: Spawn, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._live, self._turn, self._spawn = live, turn, spawn
         self._buddies = BuddyKeeper(live)
         self._saving = asyncio.Lock()
         self._marking = asyncio.Lock()
         self._marked: _Marked | None = None  # the set that is under way
+        self._clock, self._began_s = clock, clock()
+        self._step_s, self._bytes_per_s = 0.0, 0.0  # as measured; 0: not yet
         self._failed = 0  # sets in a row that did not come about
 
     @property
     def is_due(self) -> bool:
         """Whether a set should be made soon, lest what is kept for a replay grows out of bounds."""
         now = self._live.now
-        ticks, interval = now.book.next_tick - now.newest.tick, now.plan.mark_interval
+        ticks, interval = now.book.next_tick - now.newest.tick, self.interval
         return (
             bool(self._live.leaving)
             or self._live.change_due
             or bool(self._failed)
             or max(self._live.outbox_share.values(), default=0.0) >= HALF_FULL
-            or bool(interval and ticks >= 2 * interval)
+            or bool(interval and ticks >= interval)
             or now.links.held_bytes() > MAX_HELD_BYTES
         )
+
+    @property
+    def interval(self) -> int:
+        """Steps between sets as they pay here, the plan's at most; 0: none are promised."""
+        now = self._live.now
+        return mark_interval(
+            step_s=self._step_s,
+            state_bytes=max((e.size for e in now.newest.stages), default=0),
+            bytes_per_s=self._bytes_per_s,
+            rate=losses_per_s(self._live.losses, self._clock() - self._began_s),
+            most=now.plan.mark_interval,
+        )
+
+    def tick(self, step_s: float) -> None:
+        """One more step has taken this long."""
+        self._step_s += (MOVING_AVERAGE if self._step_s else 1.0) * (step_s - self._step_s)
 
     async def begin(self, data_state: bytes) -> bool:
         """Mark the next tick, where the data stands at `data_state`; the set comes about while training goes on.
@@ -228,6 +251,7 @@ class SetKeeper:
             most = check.most_bytes
             if ref.size > most:
                 raise InputError(f"a snapshot of {ref.size} bytes, of this stage at most {most}")
+            before_s = self._clock()
             path = await fetch_blob(
                 live.transport,
                 live.folder.blobs,
@@ -236,6 +260,7 @@ class SetKeeper:
                 max_bytes=most,
                 addresses=live.swarm.addresses,
             )
+            self._bytes_per_s = ref.size / max(1e-3, self._clock() - before_s)
             await asyncio.to_thread(_check, check, path, ref)
         except InputError as error:
             live.exclude(host)

@@ -16,6 +16,7 @@ import torch
 
 from tests.bench.elastic_cost import memory, overhead
 from tests.bench.elastic_faults import CODEC, chaos, loss_of_a_host, neighbours, restart_of_the_trainer
+from tests.bench.elastic_joins import comings_and_goings, joiners
 from tests.bench.elastic_plans import slowed
 from tests.bench.rows import Row, arguments, report
 
@@ -37,8 +38,10 @@ CASES = (
     Case("chaos-codec", False, lambda: [chaos(6, 5, 60, CODEC)]),
     Case("neighbours", False, lambda: [neighbours()]),
     Case("slowed", False, lambda: slowed(1.15)),
-    Case("overhead", False, lambda: [overhead(5, 50)]),
+    Case("overhead", False, lambda: [overhead(9, 50)]),
     Case("memory", False, lambda: memory(2000)),
+    Case("joiners", False, lambda: joiners(32 << 20, 4e6)),
+    Case("comings", False, lambda: comings_and_goings(100, 600.0)),
     Case("chaos-long", False, lambda: [chaos(1, 25, 300, CODEC)]),
     Case("chaos-adaptive", False, lambda: [chaos(4, 25, 300, "adatopk", "adaptive")]),
 )

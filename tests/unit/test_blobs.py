@@ -190,3 +190,38 @@ def test_one_peer_gets_so_many_streams_and_another_still_one(tmp_path: Path, mon
         greedy.writer.close()
 
     run(main())
+
+
+def test_six_fetch_from_three_of_which_one_dies_at_half(tmp_path: Path) -> None:
+    """Whoever loses its holder takes up where it broke off; nobody sends faster than its cap."""
+    rate, burst = 3e6, 64 << 10
+
+    class Counting(Limiter):
+        passed = 0
+
+        async def take(self, count: int) -> None:
+            await super().take(count)
+            self.passed += count
+
+    async def main() -> None:
+        network, names = Network(), ("h0", "h1", "h2")
+        limiters = {name: Counting(rate, burst=burst) for name in names}
+        for name in names:
+            store = BlobStore(tmp_path / name)
+            blob, size = store.put(DATA)
+            await serve_blobs(network.transport(name), store, lambda *_: True, limiter=limiters[name], settings=FAST)
+        begin = asyncio.get_running_loop().time()
+        ref = BlobRef(blob, size, names)
+        tasks = [asyncio.create_task(fetch(network, ref, tmp_path, f"joiner{k}")) for k in range(6)]
+        await until(lambda: sum(limiter.passed for limiter in limiters.values()) > 3 * size)
+        victim = max(names, key=lambda name: limiters[name].passed)
+        network.dead.add(victim)
+        await network.peers[victim].close()
+        for store, path in await asyncio.gather(*tasks):
+            assert path.read_bytes() == DATA and store.hashes() == {blob}
+        elapsed = asyncio.get_running_loop().time() - begin
+        assert all(limiter.passed <= rate * elapsed + burst + (1 << 17) for limiter in limiters.values())
+        assert sum(limiter.passed for limiter in limiters.values()) < 6 * size + 6 * (256 << 10) + (1 << 16)
+        assert sum(limiter.passed > size for limiter in limiters.values()) >= 2  # they share the work
+
+    run(main())

@@ -1,0 +1,146 @@
+"""Who comes and who goes: snapshots that travel to many at once, and a hundred joins and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import threading
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import psutil
+
+from dht import p2p
+from peer.api import LocalSwarm
+from peer.blobs import BlobStore, fetch_blob, serve_blobs
+from peer.channel_io import ChannelSettings
+from peer.protocol import BlobRef
+from peer.ratelimit import Limiter
+from tests.bench.elastic_faults import open_run
+from tests.bench.rows import Row, at_most
+
+HOLDERS, JOINERS = 3, 6
+SETTINGS = ChannelSettings(dead_s=4.0)
+
+
+class _Counting(Limiter):
+    """What has passed so far, and since when."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        super().__init__(bytes_per_s)
+        self.passed, self.first_s, self.last_s = 0, 0.0, 0.0
+
+    async def take(self, count: int) -> None:
+        await super().take(count)
+        self.last_s = time.monotonic()
+        self.first_s = self.first_s or self.last_s
+        self.passed += count
+
+
+async def spread(root: Path, size: int, bytes_per_s: float) -> tuple[bool, float, float]:
+    """Six fetch a snapshot of three that are capped, one of which dies when half has passed; every end has a p2pd of
+    its own. (all hashes are right, the largest rate of a holder over its cap, bytes passed over bytes needed)."""
+    async with AsyncExitStack() as stack:
+
+        async def peer(name: str, bootstrap: tuple[str, ...] = ()) -> p2p.P2PTransport:
+            transport = await p2p.start(root / f"{name}.key", host_addresses=p2p.LOOPBACK, bootstrap=bootstrap)
+            stack.push_async_callback(transport.close)
+            return transport
+
+        holders = [await peer(f"holder{k}") for k in range(HOLDERS)]
+        addresses = {h.peer_id: await h.addresses() for h in holders}
+        bootstrap = tuple(addresses[holders[0].peer_id])
+        limiters = [_Counting(bytes_per_s) for _ in holders]
+        data = os.urandom(size)
+        for k, holder in enumerate(holders):
+            store = BlobStore(root / f"holder{k}")
+            blob, _ = await asyncio.to_thread(store.put, data)
+            await serve_blobs(holder, store, lambda *_: True, limiter=limiters[k], settings=SETTINGS)
+        ref = BlobRef(blob, size, tuple(h.peer_id for h in holders))
+
+        async def fetch(k: int) -> bool:
+            joiner = await peer(f"joiner{k}", bootstrap)
+            store = BlobStore(root / f"joiner{k}")
+            path = await fetch_blob(joiner, store, "r", ref, max_bytes=size, addresses=addresses, settings=SETTINGS)
+            return path.read_bytes() == data
+
+        tasks = [asyncio.create_task(fetch(k)) for k in range(JOINERS)]
+        while sum(limiter.passed for limiter in limiters) < JOINERS * size / 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        busiest = max(range(HOLDERS), key=lambda k: limiters[k].passed)
+        psutil.Process(holders[busiest].p2pd_pid or 0).kill()
+        await holders[busiest].close()  # else it would start another
+        found = await asyncio.gather(*tasks)
+        rates = [lim.passed / max(1.0, lim.last_s - lim.first_s) / bytes_per_s for lim in limiters if lim.passed]
+        return all(found), max(rates), sum(lim.passed for lim in limiters) / (JOINERS * size)
+
+
+def joiners(size: int, bytes_per_s: float) -> list[Row]:
+    """While a swarm trains beside it."""
+    found: list[tuple[bool, float, float]] = []
+    with tempfile.TemporaryDirectory() as root, LocalSwarm(peers=3) as swarm, open_run(swarm, 2000, stages=3) as run:
+        run.train(5)
+        thread = threading.Thread(target=lambda: found.append(asyncio.run(spread(Path(root), size, bytes_per_s))))
+        thread.start()
+        steps = 0
+        while thread.is_alive():
+            run.train(1)
+            steps += 1
+        thread.join()
+    ((equal, rate, passed),) = found or [(False, float("inf"), float("inf"))]
+    case = f"{JOINERS} joiners, {HOLDERS} holders, the busiest killed at half"
+    return [
+        Row(f"{case}: hashes", "equal" if equal else "differ", "equal", equal),
+        at_most("  the fastest holder's bytes a second over its upload cap", rate, 1.05),
+        at_most("  bytes that holders sent over bytes that were needed", passed, 1.1),
+        Row("  steps trained meanwhile", str(steps), ">= 1", steps >= 1),
+    ]
+
+
+def _held(pids: list[int]) -> tuple[int, int]:
+    """(open files and sockets, processes) of these processes and their children."""
+    files = processes = 0
+    for pid in pids:
+        try:
+            for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+                processes += 1
+                files += process.num_fds()
+        except psutil.NoSuchProcess:
+            continue
+    return files, processes
+
+
+def comings_and_goings(count: int, seconds: float) -> list[Row]:
+    """Volunteers that join and leave, one of each every `seconds` / `count`, beside three that stay and train."""
+    with LocalSwarm(peers=3) as swarm, open_run(swarm, 100_000, stages=3, recover_s=120.0) as run:
+        stay = [v.pid for v in swarm.volunteers]
+        run.train(20)
+        before_s, (files, processes) = run.train(20).seconds / 20, _held([*stay, os.getpid()])
+        begin, guests = time.monotonic(), []
+        for number in range(count):
+            guests.append(swarm.add())
+            if len(guests) > 1:
+                gone = guests.pop(0)
+                gone.terminate()
+                gone.join(time.monotonic() + 15.0)
+            run.train(1)
+            time.sleep(max(0.0, begin + (number + 1) * seconds / count - time.monotonic()))
+        for guest in guests:
+            guest.terminate()
+            guest.join(time.monotonic() + 15.0)
+        run.train(20)
+        after_s, (files_now, processes_now) = run.train(20).seconds / 20, _held([*stay, os.getpid()])
+        left = [v.pid for v in swarm.volunteers if v.is_alive and v.pid not in stay]
+    return [
+        Row(
+            f"{count} joins and leaves in {seconds / 60:.0f} min: volunteers left running",
+            str(len(left)),
+            "0",
+            not left,
+        ),
+        at_most("  processes of those that stayed, over before", processes_now / processes, 1.0),
+        at_most("  their open files and sockets, over before", files_now / files, 1.1),
+        at_most("  step time after, over before", after_s / before_s, 1.25),
+    ]

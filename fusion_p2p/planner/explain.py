@@ -15,7 +15,7 @@ def reasons(p: Proposal) -> tuple[str, ...]:
 
 
 def choices(p: Proposal) -> tuple[str, ...]:
-    """What holds the plan up, where it crosses fences, what it compresses, where tied weights go, whom it leaves out."""
+    """What holds the plan up, where it crosses fences, what is compressed, where tied weights go, who is left out."""
     return (_bottleneck(p), *_crossings(p), *_codecs(p), *_tied(p), *_spares(p))
 
 

@@ -33,7 +33,7 @@ CORES = 0.45  # of each of four peers
 MICRO_BATCHES, STEPS = 8, 7
 ELECTION_S = 300.0
 MBIT = 1e6 / 8
-FAR_MBPS, NEAR_MBPS = 4.0, 200.0  # a lab shapes rates, not latency
+FAR_MBPS, NEAR_MBPS, FAR_S = 10.0, 200.0, 0.05
 
 
 class HeldSwarm(LocalSwarm):
@@ -101,7 +101,7 @@ def two_sites(per_site: int = 3) -> Network:
     )
     same = np.array([[x.site == y.site for y in devices] for x in devices])
     rates = np.where(same, NEAR_MBPS, FAR_MBPS) * MBIT
-    return Network(devices=devices, bandwidth_bytes_per_s=rates, latency_s=np.zeros(same.shape), name="two sites")
+    return Network(devices=devices, bandwidth_bytes_per_s=rates, latency_s=np.where(same, 0.0, FAR_S), name="two sites")
 
 
 class Measuring(LabSwarm):

@@ -27,7 +27,8 @@ class Balance:
     def __init__(self, live: Live, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> None:
         self._live, self._spawn = live, spawn
         self._adviser = Adviser(live.rates, len(live.atoms))
-        self._looking = False
+        self.idle = asyncio.Event()  # no look is under way
+        self.idle.set()
 
     def tick(self, result: TickResult) -> None:
         """One more tick's reports."""
@@ -37,8 +38,8 @@ class Balance:
         seconds = {k: (r.forward_s + r.backward_s) / count for k, r in result.reports.items()}
         look = self._adviser.tick(live.now.plan, seconds, result.time_s)
         undisturbed = not (live.lost or live.leaving or live.advice or live.script or live.placing.locked())
-        if look and undisturbed and not self._looking:
-            self._looking = True
+        if look and undisturbed and self.idle.is_set():
+            self.idle.clear()
             self._spawn(self._look())
 
     def changed(self, advice: Advice | None) -> None:
@@ -65,4 +66,4 @@ class Balance:
         except InputError as error:  # of what others measured: the plan stays
             log.info("no other plan: %s", error)
         finally:
-            self._looking = False
+            self.idle.set()

@@ -97,14 +97,14 @@ class Switch:
         except InputError as error:
             why = str(error)
         if why and advice is None:
-            raise RunPaused(
-                f"paused: the numeric log changes cuts at step {live.step}, and {why}; "
-                f"continue with: fusion-run resume {live.folder.root}"
-            )
+            raise self._paused(why)
         if why:
             live.say("plan", f"the plan stays: {why}")
             await live.assembly.clear("the plan stays")
-            plan, offers = await self._assemble(old.plan.numerics, old.newest, old.number + 1 + MAX_PLANS)
+            try:
+                plan, offers = await self._assemble(old.plan.numerics, old.newest, old.number + 1 + MAX_PLANS)
+            except InputError as error:
+                raise self._paused(str(error)) from None
             await self._install(plan, offers, old.newest)
             return False
         told = f"from step {live.step}: {reason}"
@@ -116,6 +116,11 @@ class Switch:
         live.recut_s = loop.time() - begin_s
         live.say("plan", f"plan {plan.number}, {plan.numerics.stages} stages, {told}")
         return True
+
+    def _paused(self, why: str) -> RunPaused:
+        live = self._live
+        text = f"paused at step {live.step}, where the plan was to change: {why}"
+        return RunPaused(f"{text}; continue with: fusion-run resume {live.folder.root}")
 
     def _deal(self, manifest: Manifest, numerics: Numerics) -> Manifest:
         """The same set under other cuts."""

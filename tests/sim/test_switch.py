@@ -17,6 +17,7 @@ from peer.events import RunEvent
 from peer.plan_change import Advice
 from peer.protocol import Refused
 from peer.trainer import Trainer
+from peer.trainer_host import RunPaused
 from tests.sim.test_trainer import NUMERICS, OPTIMIZER, Lab, _Net, batch
 
 MINUTE = pytest.mark.timeout(60)
@@ -63,8 +64,7 @@ async def follow(lab: Lab, trainer: Trainer, first: int, last: int) -> list[floa
         if trainer.sets.is_due:
             await trainer.save(b"at %d" % step)
         losses += await lab.train(trainer, step, step + 1)
-        while trainer._balance._looking:  # these steps take no time, planning does
-            await asyncio.sleep(0.005)
+        await trainer._balance.idle.wait()  # these steps take no time, planning does
     return losses
 
 
@@ -226,5 +226,32 @@ def test_who_becomes_slow_is_given_less_within_twenty_steps(captured: Captured, 
             assert losses == want[0] and await lab.hash(trainer, 40) == want[1]
             losses += await follow(lab, trainer, 40, 80)
             assert trainer.plan.number <= before.number + 3  # and there it stays
+
+    asyncio.run(main())
+
+
+@MINUTE
+def test_a_log_that_nobody_can_follow_pauses_the_run(captured: Captured, tmp_path: Path) -> None:
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        for k in range(2):
+            await lab.add(f"volunteer{k}")
+        with pytest.raises(RunPaused, match=r"paused at step 4.*not today.*fusion-run resume"):
+            async with lab.trainer(None, script=SCRIPT) as trainer:
+                await follow(lab, trainer, 0, 3)
+                for v in lab.volunteers:
+                    v.refuse = {k: msgspec.structs.replace(REFUSED, stage=k) for k in range(3)}
+                await follow(lab, trainer, 3, 6)
+        assert lab.folder.manifest().step == 4 and lab.folder.manifest().numerics == SCRIPT[0].numerics
+        assert len(lab.folder.numeric_log()) == 1
+        for v in lab.volunteers:
+            await v.transport.close()
+        lab.volunteers = []
+        for k in range(2):
+            await lab.add(f"other{k}")
+        async with lab.trainer(None, script=SCRIPT) as again:
+            losses = await follow(lab, again, 4, 7)
+            want = replayed(captured, list(SCRIPT), 7)
+            assert losses == want[0][4:] and await lab.hash(again, 7) == want[1]
 
     asyncio.run(main())

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,25 +79,29 @@ def neighbours(steps: int = 40) -> Row:
     return Row(case, "equal" if found == expected else "differ", "equal", found == expected)
 
 
-def loss_of_a_host(name: str, number: signal.Signals, bound_s: float) -> Row:
-    """From the signal to a stage's whole volunteer until the first step that ends after it."""
-    with LocalSwarm(peers=5) as swarm, open_run(swarm, 1000) as run:
+def losses_of_hosts(signals: Sequence[tuple[signal.Signals, float]]) -> list[Row]:
+    """Each signal to a stage's whole volunteer, in turn, until the first step that ends after it; bounds in seconds."""
+    with LocalSwarm(peers=4 + len(signals)) as swarm, open_run(swarm, 1000) as run:
         run.train(15)
-        run.save()
-        victim = psutil.Process(swarm.find(run.plan().host(1).peer).pid)
-        family = [victim, *victim.children(recursive=True)]
-        begin = time.monotonic()
+        return [_loss_of_a_host(swarm, run, number, bound_s) for number, bound_s in signals]
+
+
+def _loss_of_a_host(swarm: LocalSwarm, run: Run, number: signal.Signals, bound_s: float) -> Row:
+    run.save()
+    victim = psutil.Process(swarm.find(run.plan().host(1).peer).pid)
+    family = [victim, *victim.children(recursive=True)]
+    begin = time.monotonic()
+    for process in family:
+        process.send_signal(number)
+    try:
+        run.train(1)
+        seconds = time.monotonic() - begin
+        run.train(5)
+    finally:
         for process in family:
-            process.send_signal(number)
-        try:
-            run.train(1)
-            seconds = time.monotonic() - begin
-            run.train(5)
-        finally:
-            for process in family:
-                if process.is_running():
-                    process.send_signal(signal.SIGCONT)
-    return at_most(f"{name} of a stage's volunteer to the first new step", seconds, bound_s, " s")
+            if process.is_running():
+                process.send_signal(signal.SIGCONT)
+    return at_most(f"{number.name} of a stage's volunteer to the first new step", seconds, bound_s, " s")
 
 
 TRAINER = """

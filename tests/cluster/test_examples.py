@@ -21,7 +21,7 @@ from tests.cluster.volunteer_process import Peer
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_gpt2_toml(place: Path) -> None:

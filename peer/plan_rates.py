@@ -15,7 +15,10 @@ from fusion_p2p.planner import Link
 from fusion_p2p.workload import Atom
 from peer.offers import DeviceOffer, SwarmLinks
 
-CLEAR = 1.25  # new over known, either way, from which a device's correction changes: noise of +-10% never does
+# New over known, either way, from which a device's correction changes. Noise of +-10% never does, nor a little of
+# others' work on a shared machine; and less can hardly bring a gain that outweighs moving.
+CLEAR = 1.4
+CLEAR_SHAPE = 1.1  # the same for a stage's pieces, beside the other stages'
 FORGET_S = 300.0  # until a device that has no stage is given another chance; doubled with each one
 MOST_DOUBLED = 2
 CLEAR_LINK = 1.5  # the same for a link's rate; probes of a used link vary more
@@ -65,7 +68,7 @@ class Rates:
         Whether anything changed."""
         ratio = {k: s / (prior_s[k] * self.of(placed[k])) for k, s in measured_s.items() if prior_s.get(k, 0.0) > 0}
         common = statistics.median(ratio.values()) if ratio else 1.0
-        clear = {k: r / common for k, r in ratio.items() if common > 0 and not within(r / common, 1.0, CLEAR)}
+        clear = {k: r / common for k, r in ratio.items() if common > 0 and not within(r / common, 1.0, CLEAR_SHAPE)}
         self._shape = self._shape or [1.0] * bounds[-1]
         for k, factor in clear.items():
             for i in range(bounds[k], bounds[k + 1]):

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from dht import _guards, records
+from dht import _guards, addresses, records
 from dht._hivemind import node_parts
 from dht.clock import SwarmClock, swarm_clock
 from dht.errors import DhtError, InputError, SwarmUnreachable, TransportError
@@ -40,6 +40,8 @@ _RPC_S = 3.0  # a silent node costs this much per look-up
 AROUND_S = 360.0  # hivemind's own `refresh_timeout` does nothing, so a random id is looked up this often
 _CLOCK_S = 300.0
 _REMEMBERED = 32
+_FIRST_TRIES = 3
+_OTHERS_S = 8.0, 120.0  # between tries of bootstrap addresses that do not answer: at first, later
 _MIN_INTERVAL_S = 1.0  # a record that changes faster is stored this often
 
 
@@ -69,10 +71,15 @@ class Board(BoardReads):
         self._replaced = asyncio.Lock()
         self._replicas = Replicas()
         self._membership = (NO_FENCE, "", 0)
+        self._nodes = 0  # known when last looked
+        self._others_s, self._next_others = _OTHERS_S[0], float("-inf")
 
     @classmethod
-    async def start(cls, transport: P2PTransport, *, client_only: bool = False, timeout_s: float = 15.0) -> Board:
-        """Joins the board of the swarm that `transport` is connected to; alone if it has no bootstrap address.
+    async def start(
+        cls, transport: P2PTransport, *, client_only: bool = False, alone: bool = False, timeout_s: float = 15.0
+    ) -> Board:
+        """Joins the board of the swarm that `transport` is connected to; alone if it has no bootstrap address, or if
+        `alone` says that it may begin without the peers there.
 
         `client_only`: read, keep nothing for others. Raises SwarmUnreachable if the transport has bootstrap addresses
         and none of their peers answers on the board, TransportError if p2pd does not.
@@ -81,7 +88,7 @@ class Board(BoardReads):
         try:
             async with asyncio.timeout(timeout_s):
                 await board._attach(None)
-                await board._meet(required=True)
+                await board._meet_first(alone)
         except TimeoutError as error:
             await board.close()
             raise TransportError(f"the board of peer {transport.peer_id} did not start in {timeout_s:g} s") from error
@@ -246,6 +253,14 @@ class Board(BoardReads):
             return
         await self._node.find_nearest_nodes([self._node.node_id])
 
+    async def _meet_first(self, alone: bool) -> None:
+        """Peers that start at the same moment may have no board yet: they are asked again before it is an error."""
+        for _ in range(_FIRST_TRIES - 1):
+            with contextlib.suppress(SwarmUnreachable):
+                return await self._meet(required=not alone)
+            await asyncio.sleep(1.0)
+        await self._meet(required=True)
+
     async def _clock_sample(self, peer: Any) -> float | None:
         """That peer's swarm time minus this machine's clock."""
         request = node_parts().dht_pb2.PingRequest(validate=False)
@@ -293,10 +308,30 @@ class Board(BoardReads):
 
     async def _rejoin_if_alone(self) -> None:
         if self._node.protocol.routing_table.uid_to_peer_id:
-            self._known = dict(list((await self.transport.connected()).items())[:_REMEMBERED])
+            connected = await self.transport.connected()
+            self._known = dict(list(connected.items())[:_REMEMBERED])
+            await self._find_others(frozenset(connected))
             return
         await self._reach_out()
         await self._meet(required=False)
+
+    async def _find_others(self, connected: frozenset[str]) -> None:
+        """Swarms that met apart merge: addresses of the swarm that did not answer are tried again, often at first; and
+        when far more nodes are known than before, the replicas are looked up anew."""
+        now = asyncio.get_running_loop().time()
+        nodes = len(self._node.protocol.routing_table.uid_to_peer_id)
+        grown, self._nodes = nodes >= 1.25 * self._nodes + 1, nodes
+        if now >= self._next_others:
+            self._others_s = min(_OTHERS_S[1], 2 * self._others_s)
+            self._next_others = now + self._others_s
+            targets = [addresses.parse_swarm_address(a) for a in self.transport.bootstrap]
+            missing = [t for t in targets if t.peer_id not in connected and t.peer_id != self.transport.peer_id]
+            tries = [self.transport.connect(t.peer_id, (t.transport,), timeout_s=5.0) for t in missing]
+            results = await asyncio.gather(*tries, return_exceptions=True)
+            grown = grown or any(r is None for r in results)
+        if grown:
+            self._replicas.forget()
+            await self._meet(required=False)
 
     async def _reach_out(self) -> None:
         """Connects to the bootstrap addresses and to the peers known before, whichever answer."""

@@ -36,6 +36,7 @@ async def start(
     client_only: bool = False,
     swarm_key: bytes | None = None,
     download_bytes_per_s: tuple[float, float] | None = None,
+    join: bool = True,
     timeout_s: float = 15.0,
 ) -> P2PTransport:
     """Starts p2pd with the identity at `identity_path` (made if missing) and connects to `bootstrap`.
@@ -43,7 +44,8 @@ async def start(
     `host_addresses`: where to listen; port 0 takes a free one, kept over restarts; () does not listen.
     `client_only`: take no part in libp2p's routing (observers). `swarm_key`: of a private swarm (default:
     $FUSION_SWARM_KEY, else the swarm is public). `download_bytes_per_s`: caps of this process, and
-    of each that attaches. Raises InputError (address, identity in use, port in use), SwarmUnreachable (all of
+    of each that attaches. `join` False: the caller connects, with `join()`. Raises InputError (address, identity or
+    port in use), SwarmUnreachable (all of
     `bootstrap` dead), TransportError.
     """
     bootstrap = tuple(addresses.check_swarm_address(a) for a in bootstrap)
@@ -82,7 +84,7 @@ async def start(
         relays=bootstrap,
     )
     try:
-        await transport.begin(config, timeout_s=timeout_s)
+        await transport.begin(config, join=join, timeout_s=timeout_s)
     except BaseException:
         await transport.close()
         raise

@@ -75,9 +75,9 @@ class P2PTransport:
         self._daemon: P2pd | None = None
         self._config: P2pdConfig | None = None
 
-    async def begin(self, config: P2pdConfig, *, timeout_s: float) -> None:
-        """The owner's start: p2pd comes up, its port is kept over restarts, the swarm is joined. On failure call
-        `close`."""
+    async def begin(self, config: P2pdConfig, *, join: bool, timeout_s: float) -> None:
+        """The owner's start: p2pd comes up, its port is kept over restarts, with `join` the swarm is joined. On failure
+        call `close`."""
         assert self._folder is not None
         self._daemon = await P2pd.start(config, self._folder, timeout_s=timeout_s)
         _, found = await self.client.identify()
@@ -87,7 +87,8 @@ class P2PTransport:
         )
         self._config = replace(config, host_addresses=kept)
         self.watch()
-        await self.join(timeout_s=timeout_s)
+        if join:
+            await self.join(timeout_s=timeout_s)
 
     def watch(self) -> None:
         """From now on p2pd's death is noticed."""

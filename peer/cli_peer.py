@@ -90,7 +90,10 @@ async def _run_daemon(options: argparse.Namespace, join: JoinOptions) -> None:
         if not options.json:
             print(_asked_text(spec), flush=True)
 
-    daemon = Daemon(join, on_ready, on_findings, on_asked)
+    def on_waiting(text: str) -> None:
+        print(f"fusion-peer: {text}", file=sys.stderr, flush=True)
+
+    daemon = Daemon(join, on_ready, on_findings, on_asked, on_waiting)
     task = asyncio.ensure_future(daemon.run())
     signals = 0
 

@@ -151,6 +151,13 @@ def _add_join(sub: argparse.ArgumentParser) -> None:
     add("--ready-fd", type=int, metavar="N", help="write JSON lines to this descriptor when joined (default: none)")
     add("--beat-s", type=_seconds, default=2.0, metavar="S", help="heartbeat on streams (default: 2 s)")
     add("--dead-s", type=_seconds, default=8.0, metavar="S", help="silence after which a peer is lost (default: 8 s)")
+    add(
+        "--give-up-s",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="end with exit code 2 when no address of the swarm has answered for S seconds (default: keep trying)",
+    )
     add("--verbose", action="store_true", help="log to stderr (default: warnings only)")
 
 
@@ -273,6 +280,7 @@ def join_options(options: argparse.Namespace) -> JoinOptions:
         disk_bytes=options.disk,
         monthly_bytes=int(options.monthly_gb * 1e9) if options.monthly_gb else None,
         policy=policy,
+        give_up_s=options.give_up_s,
         beat_s=options.beat_s,
         dead_s=options.dead_s,
     )

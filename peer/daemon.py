@@ -31,6 +31,7 @@ from peer.daemon_record import board_names, device_view, leader_score, peer_reco
 from peer.daemon_session import ControlServer
 from peer.executor_process import ExecutorProcess
 from peer.executor_protocol import Beat, FromExecutor, Start
+from peer.joining import join_patiently
 from peer.local_control import Command, LocalControl, PeerStatus, StageView
 from peer.pipe_service import PipeService, reach_of
 from peer.pipes import hosts_of
@@ -69,6 +70,7 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     monthly_bytes: int | None = None
     relay_bytes_per_s: float | None = None
     courtesy: Courtesy = Courtesy()
+    give_up_s: float = 0.0
     policy: Policy
     beat_s: float = 2.0
     dead_s: float = 8.0
@@ -95,7 +97,9 @@ class Daemon:
         on_ready: Callable[[Ready], None],
         on_findings: Callable[[list[Finding]], None] = lambda findings: None,
         on_asked: Callable[[RunSpec], None] = lambda spec: None,
+        on_waiting: Callable[[str], None] = lambda text: None,
     ) -> None:
+        self._on_waiting = on_waiting
         self._on_asked = on_asked
         self._options, self._on_ready, self._on_findings = options, on_ready, on_findings
         self._leaving = asyncio.Event()
@@ -129,6 +133,7 @@ class Daemon:
             o.home / "identity",
             host_addresses=o.listen,
             bootstrap=o.bootstrap,
+            join=False,
             download_bytes_per_s=caps.download_shares(o.download_bytes_per_s, o.relay_bytes_per_s, len(o.devices)),
         )
         dial = SelfDial(transport, socket_path(transport.control_address).parent)
@@ -136,7 +141,8 @@ class Daemon:
             self._addresses = await transport.addresses()
             self._p2pd_pid = lambda: transport.p2pd_pid
             await preflight.refuse_second_host(transport, None, o.home / "identity")
-            board = await Board.start(transport)
+            joined = await join_patiently(transport, give_up_s=o.give_up_s, say=self._on_waiting)
+            board = await Board.start(transport, alone=not joined)
             try:
                 if o.bootstrap:
                     await preflight.refuse_second_host(transport, board, o.home / "identity")

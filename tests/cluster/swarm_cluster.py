@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,9 @@ class Cluster:
         finally:
             await cluster.close()
 
-    async def join(self, folder: Path, bootstrap: tuple[str, ...]) -> Member:
+    async def join(self, folder: Path, bootstrap: tuple[str, ...], *, port: int = 0) -> Member:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.cluster.swarm_peer", str(folder), *bootstrap,
+            sys.executable, "-m", "tests.cluster.swarm_peer", str(folder), str(port), *bootstrap,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 20,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -71,6 +72,15 @@ class Cluster:
             member = Member(process, json.loads(await process.stdout.readline()))
         self.members[member.peer] = member
         return member
+
+    async def until_one(self, timeout_s: float = 90.0) -> float:
+        """Seconds until every member sees every other one."""
+        start = time.monotonic()
+        others = [(m, peer) for m in self.members.values() for peer in self.members if peer != m.peer]
+        async with asyncio.timeout(timeout_s):
+            for member, peer in others:
+                await member.ask(f"until {peer}", timeout_s)
+        return time.monotonic() - start
 
     async def kill(self, peers: list[str]) -> None:
         """SIGKILL; their p2pds die with them."""

@@ -1,6 +1,6 @@
 """A peer of `swarm_cluster`: joins, publishes, and answers a line on stdin with a line on stdout.
 
-python -m tests.cluster.swarm_peer FOLDER [BOOTSTRAP]
+python -m tests.cluster.swarm_peer FOLDER PORT [BOOTSTRAP ...]; it joins as `fusion-peer join` does
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dht import p2p
 from dht.errors import DhtError
 from dht.fencing import Fencing
 from dht.node import Board
+from peer.joining import join_patiently
 from tests.dht_samples import peer_record
 
 
@@ -24,9 +25,11 @@ def say(**what: object) -> None:
     print(json.dumps(what), flush=True)
 
 
-async def main(folder: Path, bootstrap: tuple[str, ...]) -> None:
-    transport = await p2p.start(folder / "identity", host_addresses=p2p.LOOPBACK, bootstrap=bootstrap)
-    board = await Board.start(transport)
+async def main(folder: Path, port: int, bootstrap: tuple[str, ...]) -> None:
+    here = (f"/ip4/127.0.0.1/tcp/{port}",)
+    transport = await p2p.start(folder / "identity", host_addresses=here, bootstrap=bootstrap, join=False)
+    joined = await join_patiently(transport, give_up_s=60.0, say=lambda text: print(text, file=sys.stderr))
+    board = await Board.start(transport, alone=not joined)
     ready = time.time()
     assert transport.identity is not None
     board.publish(peer_record(transport.identity))
@@ -60,4 +63,4 @@ async def main(folder: Path, bootstrap: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main(Path(sys.argv[1]), tuple(sys.argv[2:])))
+    uvloop.run(main(Path(sys.argv[1]), int(sys.argv[2]), tuple(sys.argv[3:])))

@@ -124,7 +124,7 @@ DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWJafHNHDXap1z4LiCt1RJQQje4SB9Hy9hKqBVkdo
         (["--memory", "900TiB"], 2, "more than this host has"),
         (["--upload-mbps", "-3"], 2, "0.01"),
         (["--dead-s", "1"], 2, "--beat-s"),
-        ([DEAD], 2, "127.0.0.1/tcp/9"),
+        ([DEAD, "--give-up-s", "0.1"], 2, "127.0.0.1/tcp/9"),
     ],
 )
 def test_bad_input_gets_one_line(arguments: list[str], code: int, words: str, tmp_path: Path) -> None:

@@ -307,6 +307,17 @@ def test_all_slower_alike_moves_nothing_but_the_prediction() -> None:
     assert revised.prediction.step_time_s == pytest.approx(3 * plan.prediction.step_time_s, rel=0.01)
 
 
+def test_trial_steps_of_a_tiny_model_make_no_second_plan() -> None:
+    """They take milliseconds, and tell as much of the machine as of the device."""
+    costs, hosts = atoms(*[1.0] * 12), offers(2000.0, 2000.0)
+    request = PlanRequest(base=BASE, every_device=True)
+    plan = make_plan(costs, hosts, request)
+    revised, known = revise(plan, costs, hosts, request, {0: 0.009, 1: 0.003})
+    assert (revised.number, revised.placement) == (plan.number, plan.placement)
+    assert known[0].correction == pytest.approx(3.0, rel=0.01) or known[1].correction == pytest.approx(3.0, rel=0.01)
+    assert revise(plan, costs, hosts, request, {0: 18.0, 1: 6.0})[0].number == plan.number + 1
+
+
 def test_two_sites_are_crossed_once() -> None:
     site = {f"peer{i}": i % 2 for i in range(6)}
     known = SwarmLinks(

@@ -104,13 +104,13 @@ def probe(
 ) -> tuple[Measured, ...]:
     """Trains a copy for one step per batch, dense and then with each codec at every cut, on the same batches.
 
-    `cuts` None: three stages of equal work. `codecs` None: those of the default ladder. `clock` gives seconds. Nothing
-    is measured if, from what the dense steps took, all codecs would take longer than `limit_s`.
+    `cuts` None: three stages of equal work. `codecs` None: all that the default ladder knows. `clock` gives seconds.
+    Nothing is measured if, from what the dense steps took, all codecs would take longer than `limit_s`.
     """
     if not batches:
         raise InputError("a probe got no batches; pass at least one")
     where = tuple(cuts) if cuts is not None else even_cuts(atoms(captured.opdag, micro_batch_size), 3)
-    priors = {r.codec: r.loss_cost for r in default_ladder().rungs}
+    priors = {r.codec: r.loss_cost for r in default_ladder(most_loss=math.inf).rungs}
     names = list(codecs) if codecs is not None else [c for c in priors if c != DENSE.codec]
 
     def run(name: str, keep: bool = False) -> tuple[list[float], _Traffic]:

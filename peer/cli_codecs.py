@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fusion_p2p.adatopk import pareto
+from fusion_p2p.adatopk import ladder_of, pareto
 from fusion_p2p.capture import capture
 from fusion_p2p.probe import Measured, probe
 from peer.config import load
@@ -45,7 +45,7 @@ def measure(config_path: Path, steps: int = 8) -> tuple[Measured, ...]:
 
 def table(measured: tuple[Measured, ...]) -> list[str]:
     """Lines for people: one codec each; a star marks the rungs that AdaTopK chooses from."""
-    rungs = {r.codec for r in pareto([m.rung for m in measured]).rungs}
+    rungs = {r.codec for r in ladder_of("adatopk", pareto([m.rung for m in measured])).rungs}
     head = ("true bytes", "ratio", "enc+dec", "error", "loss", "pays below")
     lines = ["  {:18} {:>12} {:>7} {:>10} {:>8} {:>8} {:>12}".format("codec", *head)]
     for m in measured:

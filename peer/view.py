@@ -118,6 +118,8 @@ class Picture:
             rows.append(
                 Text(f"sent {total}: " + "  ".join(f"{_link(k)}{codecs.get(k, '')} {_bytes(v)}" for k, v in busiest))
             )
+        if self.plan is not None:
+            rows += [Text(plain.one_line(r), style="dim") for r in why_codecs(self.plan)[:_LINKS_SHOWN]]
         rows += [Text(f"{_clock(e.time_s)}  {e.text}", style="dim") for e in self.events]
         return Panel(Group(*rows), title=f"run {self.name}", title_align="left")
 
@@ -197,6 +199,11 @@ class View:
                 self._next_line_s = self._clock() + _LINE_EVERY_S
                 return self._picture.line()
         return ""
+
+
+def why_codecs(plan: Plan) -> list[str]:
+    """The plan's reason for the codec of each compressed link, and for what changed."""
+    return [r for r in plan.reasons if r.startswith(("link ", "from step "))]
 
 
 def _link(key: str) -> str:

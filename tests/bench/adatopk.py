@@ -17,7 +17,7 @@ import torch
 from fusion_p2p.codec import FrameKey, indices, parse
 from fusion_p2p.codec.selection import select
 from tests.bench import adatopk_model as small
-from tests.bench import adatopk_train
+from tests.bench import adatopk_plots, adatopk_train
 from tests.bench.rows import Row, arguments, at_least, at_most, report
 
 KEY = FrameKey(seed=1, step=1, micro_batch=0, value=1)
@@ -141,6 +141,7 @@ def rows(quick: bool, soak: bool) -> Iterator[Row]:
     yield from speed_rows()
     if not quick:
         yield from adatopk_train.rows()
+        yield from adatopk_plots.write()
     if soak:
         from tests.bench.adatopk_soak import soak_rows
 

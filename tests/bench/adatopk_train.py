@@ -1,5 +1,6 @@
-"""Fine-tuning through codecs: `python -m tests.bench.adatopk_train` does the runs that are missing and says how far it
-is; each run's result is kept in results/local, so it may be stopped and started again. `rows` judges what there is.
+"""Fine-tuning through codecs: `python -m tests.bench.adatopk_train [CODEC ...]` does the missing runs, of these
+codecs or all, and says how far it is. Each run's result is kept in results/local, so it may be stopped and started
+again. `rows` judges what there is.
 
 The pretrained start (1,600,000 parameters: width 128, 8 layers) is trained once and cached. A run takes STEPS steps of
 2,048 tokens with the codec at all three cuts, both directions, and is judged on HELD_OUT tokens that no run saw.
@@ -118,17 +119,18 @@ def rows() -> Iterator[Row]:
         yield at_most(f"{what}, paired, upper 90%", 100 * gap, 0, "%")
 
 
-def main() -> int:
+def main(only: list[str]) -> int:
     torch.set_num_threads(1)
-    for i, (codec, seed) in enumerate(RUNS):
+    runs = [r for r in RUNS if not only or r[0] in only]
+    for i, (codec, seed) in enumerate(runs):
         start, fresh = time.process_time(), held(codec, seed) is None
         r = finetuned(codec, seed)
         dense = held("dense", seed)
         over = f"{100 * (r.loss / dense.loss - 1):+.3f}%" if dense else ""
         spent = f", {time.process_time() - start:.0f} CPU seconds" if fresh else ""
-        print(f"{i + 1}/{len(RUNS)} {codec} seed {seed}: loss {r.loss:.4f} {over} at {r.ratio:.1f}x{spent}", flush=True)
+        print(f"{i + 1}/{len(runs)} {codec} seed {seed}: loss {r.loss:.4f} {over} at {r.ratio:.1f}x{spent}", flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

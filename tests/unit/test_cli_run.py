@@ -348,3 +348,23 @@ def test_an_early_interrupt_is_one_line(call: Call, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(config, "load", interrupted)
     assert call("train", "run.toml") == (130, "", "fusion-run: ended by Ctrl-C\n")
+
+
+def test_codecs_prints_the_ladder_of_the_model_at_hand(call: Call) -> None:
+    Path("run.toml").write_text(CONFIG.replace("layers = 1", "layers = 4"))
+    code, out, err = call("codecs", "run.toml", "--steps", "1")
+    assert (code, err) == (0, "")
+    head, *lines, foot = out.splitlines()
+    assert head.split() == ["codec", "true", "bytes", "ratio", "enc+dec", "error", "loss", "pays", "below"]
+    assert "on the ladder" in foot
+    rows = {line[2:].split()[0]: line for line in lines}
+    assert set(rows) >= {"int8", "transform:2/1", "topk-masked:0.01"}
+    assert all(line.rstrip().endswith("Mbps") and "%" in line and "ns" in line for line in lines)
+    assert any(line.startswith("*") for line in lines)
+    ratio = {name: float(line.split()[line.split().index("ns") - 2].rstrip("x")) for name, line in rows.items()}
+    assert ratio["int8"] > 3.5 and ratio["dense:bf16"] > 1.9
+
+
+def test_codecs_of_a_configuration_that_is_not_there_is_one_line(call: Call) -> None:
+    code, _, err = call("codecs", "absent.toml")
+    assert code == 2 and err.count("\n") == 1 and "absent.toml" in err

@@ -72,7 +72,7 @@ class CutReport(msgspec.Struct, frozen=True, array_like=True):
 class TickReport(msgspec.Struct, frozen=True):
     """Seconds that the stage spent in a tick; `update_s` is all that is neither forward, backward nor waiting.
 
-    `cuts`: of a training tick, every pair that the stage is an end of.
+    `cuts`: of a training tick, every pair that the stage is an end of. `sent`: see `sent.SentHash`.
     """
 
     forward_s: float
@@ -80,3 +80,4 @@ class TickReport(msgspec.Struct, frozen=True):
     update_s: float
     wait_s: float
     cuts: tuple[CutReport, ...] = ()
+    sent: bytes = b""

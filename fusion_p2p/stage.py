@@ -29,6 +29,7 @@ from fusion_p2p.optim import Optimizer
 from fusion_p2p.payloads import At, Payloads
 from fusion_p2p.plan import Numerics
 from fusion_p2p.seeded import RngKey
+from fusion_p2p.sent import SentHash
 from fusion_p2p.settings import OptimizerSpec
 from fusion_p2p.snapshot import BUFFER, CODEC, OPTIM, PARAM
 from fusion_p2p.split import StageProgram
@@ -60,6 +61,7 @@ class _Tick:
     norms: dict[str, float] | None = None
     verdict: Verdict | None = None
     spent: dict[str, float] = field(default_factory=dict)  # unit name -> seconds
+    sent: SentHash = field(default_factory=SentHash)
 
 
 class Stage:
@@ -135,6 +137,7 @@ class Stage:
                 if self.suspicion is not None:
                     return None
                 frames = unit.run()
+                self._now.sent.add(frames)
                 took = self._clock() - start
                 self._now.spent[unit.name] = self._now.spent.get(unit.name, 0.0) + took
                 self._on_unit(unit.name, took)
@@ -314,7 +317,9 @@ class Stage:
         named = {name: spent.get(name, 0.0) for name in ("forward", "backward")}
         rest = sum(spent.values()) - sum(named.values())
         wait = max(0.0, now - self._tick_start - sum(spent.values()))
-        report = TickReport(named["forward"], named["backward"], rest, wait, self._payloads.cuts())
+        report = TickReport(
+            named["forward"], named["backward"], rest, wait, self._payloads.cuts(), self._now.sent.digest()
+        )
         frame = self._frame(Kind.DONE, TRAINER, 0, 0, msgspec.msgpack.encode(report))
         if left := self._inbox.left(self.tick):
             raise FrameError(f"stage {self._stage} ends tick {self.tick} with a frame left over: {left[0]}")

@@ -23,6 +23,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0  # elements of the largest integer input; 0 where the model reads none
     stages: dict[int, tuple[float, float]] = {}  # stage -> seconds computed and waited, by its own report
     cuts: dict[str, tuple[float, float]] = {}  # "src-dst" -> root mean square of the activation, gradient's bias
+    sent: dict[int, str] = {}  # stage -> hash of what it sent, hex
 
     @property
     def samples_per_s(self) -> float:

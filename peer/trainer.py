@@ -421,6 +421,7 @@ def step_result(result: TickResult) -> StepResult:
         samples=sum(result.header.sizes),
         tokens=result.tokens,
         stages={s: (r.forward_s + r.backward_s + r.update_s, r.wait_s) for s, r in result.reports.items()},
+        sent={s: r.sent.hex() for s, r in sorted(result.reports.items())},
         cuts={f"{a}-{b}": (norm, seen.biases.get((a, b), 0.0)) for (a, b), norm in seen.norms.items()},
     )
 

@@ -19,7 +19,7 @@ from fusion_p2p.plan import Plan
 from peer.events import Happening, LinkBytes, PlanAdopted, RunEvent, StepResult
 from peer.protocol import RunSpec
 from peer.trainer_figures import Figures
-from peer.trainer_state import Progress, RunFolder
+from peer.trainer_state import Audited, Progress, RunFolder
 from peer.trainer_swarm import Swarm, signer_for
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class Publisher:
         self._last: StepResult | None = None
         self._figures = Figures()
         self._wanted = (0, 0)  # more volunteers, bytes each
+        self._audited: list[Audited] = []  # steps that are not on disk yet
         self._events: deque[RunEvent] = deque(maxlen=EVENTS_SHOWN)
         self._phase, self._reason, self._since = "waiting", "", 0.0
         self.total = 0
@@ -59,6 +60,7 @@ class Publisher:
                 self.phase("training")
             case StepResult():
                 self._last = happening
+                self._audited.append(Audited(happening.step, happening.loss, happening.sent))
                 self._figures.take(happening)
             case LinkBytes():
                 self._figures.take(happening)
@@ -79,6 +81,8 @@ class Publisher:
             await asyncio.sleep(EVERY_S)
 
     def publish(self) -> None:
+        audited, self._audited = self._audited, []
+        self._folder.append_audit(audited)
         step = self._last.step + 1 if self._last else self._folder_step()
         loss = self._last.loss if self._last and math.isfinite(self._last.loss) else None
         self._folder.write_progress(

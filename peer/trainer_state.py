@@ -7,6 +7,7 @@ replay_log.jsonl    the numeric log of another run that this one repeats, where 
 progress.json       Progress: for people and for `list`; never needed to resume
 state/000000012/    one complete set: stage-0.bin ... and manifest.json, which is written last
 hosts.json          Hosts: where the stages run, for a session that starts while they still do
+audit.jsonl         per step, the loss and a hash of what each stage sent: what an audit compares with
 released.jsonl      Released, one a line: the ticks since the newest set, written before their data is sent
 spool/              batches released since the oldest kept set, where the data source cannot seek
 """
@@ -18,6 +19,7 @@ import hashlib
 import os
 import shutil
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -62,6 +64,14 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
     set_tick: int = 0
     reason: str = ""
+
+
+class Audited(msgspec.Struct, frozen=True):
+    """`sent`: stage -> BLAKE2b-128 of what it sent in the step, hex, by its own report."""
+
+    step: int
+    loss: float
+    sent: dict[int, str]
 
 
 class Hosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +197,11 @@ class RunFolder:
 
     def write_progress(self, progress: Progress) -> None:
         write_atomic(self.root / "progress.json", msgspec.json.encode(progress))
+
+    def append_audit(self, steps: Iterable[Audited]) -> None:
+        """A step that was done again has another line."""
+        with (self.root / "audit.jsonl").open("ab") as file:
+            file.write(b"".join(msgspec.json.encode(step) + b"\n" for step in steps))
 
     def progress(self) -> Progress:
         return self._read(self.root / "progress.json", Progress)

@@ -14,6 +14,7 @@ import msgspec
 
 from fusion_p2p.errors import FrameError
 from fusion_p2p.frame import Frame, Kind, StepHeader, TickReport
+from fusion_p2p.sent import DIGEST_BYTES
 
 _LOSS = struct.Struct("<f")
 _REPORT = msgspec.msgpack.Decoder(TickReport)
@@ -106,6 +107,8 @@ def _report(frame: Frame, stages: int) -> TickReport:
     seconds = (report.forward_s, report.backward_s, report.update_s, report.wait_s)
     if not all(math.isfinite(s) and s >= 0 for s in seconds):  # they are summed, shown and planned with
         raise FrameError(f"report of stage {frame.src} names {seconds} seconds")
+    if len(report.sent) not in (0, DIGEST_BYTES):
+        raise FrameError(f"report of stage {frame.src} holds a hash of {len(report.sent)} bytes")
     pairs = {(c.src, c.dst) for c in report.cuts if 0 <= c.src < c.dst < stages and frame.src in (c.src, c.dst)}
     if len(pairs) != len(report.cuts):
         raise FrameError(f"report of stage {frame.src} names pairs of stages that are not its own, or one twice")

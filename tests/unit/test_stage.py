@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from fusion_p2p.errors import InputError
-from fusion_p2p.frame import Frame, Kind
+from fusion_p2p.frame import TRAINER, Frame, Kind
 from fusion_p2p.optim import SGD, AdamW
 from fusion_p2p.pipeline import LocalPipeline
 from fusion_p2p.plan import LinkCodec
+from fusion_p2p.sent import SentHash
 from fusion_p2p.snapshot import from_bytes, redistribute, to_bytes, weights, weights_blake2b
 from fusion_p2p.stage import Stage
 from tests.cluster import plain
@@ -252,3 +254,16 @@ def test_bfloat16_compute_stays_near_float32() -> None:
     assert got != want
     assert got == pytest.approx(want, rel=1e-2)
     assert all(t.dtype == torch.float32 for t in rounded.state_dict().values())
+
+
+def test_what_is_sent_has_one_hash_whenever_it_is_sent() -> None:
+    frames = [
+        Frame(kind, 1, dst, 5, 0, m, b"%d" % m) for m in range(3) for kind, dst in ((Kind.ACT, 2), (Kind.GRAD, 0))
+    ]
+    one, other, changed = SentHash(), SentHash(), SentHash()
+    one.add(frames)
+    other.add([f for f in frames if f.kind is Kind.GRAD])
+    other.add([f for f in frames if f.kind is Kind.ACT])
+    other.add([Frame(Kind.DONE, 1, TRAINER, 0, 0, 0, b"seconds")])
+    changed.add([*frames[:-1], msgspec.structs.replace(frames[-1], payload=b"lie")])
+    assert one.digest() == other.digest() != changed.digest() and len(one.digest()) == 16

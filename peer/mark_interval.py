@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+SET_S = 0.05  # round trips and fsyncs of a set, however small
 COPY_BYTES_PER_S = 300e6  # copied, hashed and written beside the training; 280-450 MB/s on the CI machine
 PRIOR_S = 3600.0  # as if one host had been lost in this time before the run began
 SLACK = 1.25  # of the time that a set takes to travel
@@ -28,6 +29,6 @@ def mark_interval(*, step_s: float, state_bytes: int, bytes_per_s: float, rate: 
         return 0
     if step_s <= 0 or rate <= 0:
         return most
-    best_s = math.sqrt(2 * state_bytes / COPY_BYTES_PER_S / rate)
+    best_s = math.sqrt(2 * (SET_S + state_bytes / COPY_BYTES_PER_S) / rate)
     through_s = SLACK * state_bytes / bytes_per_s if bytes_per_s > 0 else 0.0
     return max(1, min(most, math.ceil(max(best_s, through_s) / step_s)))

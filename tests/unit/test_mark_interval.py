@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from peer.mark_interval import COPY_BYTES_PER_S, PRIOR_S, losses_per_s, mark_interval
+from peer.mark_interval import COPY_BYTES_PER_S, PRIOR_S, SET_S, losses_per_s, mark_interval
 
 GB = 1_000_000_000
 STEADY = {"step_s": 1.0, "state_bytes": GB, "bytes_per_s": 1e9, "rate": 1 / 3600.0, "most": 1000}
@@ -16,7 +16,7 @@ def test_it_is_the_least_cost_of_replay_and_sets() -> None:
     found = mark_interval(**STEADY)  # type: ignore[arg-type]
 
     def cost(steps: int) -> float:
-        return GB / COPY_BYTES_PER_S / steps + steps / 2 / 3600.0
+        return (SET_S + GB / COPY_BYTES_PER_S) / steps + steps / 2 / 3600.0
 
     assert cost(found) <= min(cost(found - 2), cost(found + 2)) and 100 < found < 200
 

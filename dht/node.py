@@ -279,6 +279,7 @@ class Board(BoardReads):
         next_look, next_clock = loop.time() + AROUND_S, loop.time() + _CLOCK_S
         while True:
             self._wake.clear()
+            await self._guarded("listing connected peers", self._remember)
             await self._guarded("storing records", self._store_due)
             now = loop.time()
             await self._guarded("looking for the swarm", self._rejoin_if_alone)
@@ -307,15 +308,21 @@ class Board(BoardReads):
             log.exception("%s failed", what)
 
     async def _rejoin_if_alone(self) -> None:
+        if self._replaced.locked():
+            return  # p2pd came back just now: `_reattach` sees to it
         if self._node.protocol.routing_table.uid_to_peer_id:
-            connected = await self.transport.connected()
-            self._known = dict(list(connected.items())[:_REMEMBERED])
-            await self._find_others(frozenset(connected))
+            await self._find_others()
             return
         await self._reach_out()
         await self._meet(required=False)
 
-    async def _find_others(self, connected: frozenset[str]) -> None:
+    async def _remember(self) -> None:
+        """Whom to come back to when p2pd dies."""
+        connected = await self.transport.connected()
+        if connected and not self._replaced.locked():  # there are none right after it died
+            self._known = dict(list(connected.items())[:_REMEMBERED])
+
+    async def _find_others(self) -> None:
         """Swarms that met apart merge: addresses of the swarm that did not answer are tried again, often at first; and
         when far more nodes are known than before, the replicas are looked up anew."""
         now = asyncio.get_running_loop().time()
@@ -325,7 +332,7 @@ class Board(BoardReads):
             self._others_s = min(_OTHERS_S[1], 2 * self._others_s)
             self._next_others = now + self._others_s
             targets = [addresses.parse_swarm_address(a) for a in self.transport.bootstrap]
-            missing = [t for t in targets if t.peer_id not in connected and t.peer_id != self.transport.peer_id]
+            missing = [t for t in targets if t.peer_id not in self._known and t.peer_id != self.transport.peer_id]
             tries = [self.transport.connect(t.peer_id, (t.transport,), timeout_s=5.0) for t in missing]
             results = await asyncio.gather(*tries, return_exceptions=True)
             grown = grown or any(r is None for r in results)

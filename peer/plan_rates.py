@@ -29,28 +29,34 @@ class Rates:
     """Corrections by (peer, device)."""
 
     def __init__(self) -> None:
-        self._known: dict[Key, float] = {}
-        self.real: set[Key] = set()  # devices of which real steps were seen: no trial step knows better
+        self._known: dict[Key, float] = {}  # by real steps
+        self._trial: dict[Key, float] = {}  # by trial steps
         self._shape: list[float] = []  # by atom: seconds over its prediction
         self._idle_since_s: dict[Key, float] = {}
         self._chances: dict[Key, int] = {}
 
-    def take(self, offers: Iterable[DeviceOffer]) -> None:
-        """What trial steps said: it counts as it is."""
-        for o in offers:
-            if o.correction != 1.0 and (o.peer, o.device) not in self.real:
-                self._known[o.peer, o.device] = o.correction
+    @property
+    def real(self) -> Collection[Key]:
+        """Devices of which real steps were seen: no trial step knows better."""
+        return self._known.keys()
 
-    def of(self, key: Key) -> float:
-        """A device's correction. One that was never seen at work is taken for as far from its record's promise as the
-        others are: what a model's operators cost beyond their FLOPs they cost everywhere."""
-        if key in self._known or key in self.real or not self.real:
-            return self._known.get(key, 1.0)
-        return statistics.median(self._known.get(k, 1.0) for k in self.real)
+    def take(self, offers: Iterable[DeviceOffer]) -> None:
+        """What trial steps said before the first step."""
+        self.hear_trials({(o.peer, o.device): o.correction for o in offers if o.correction != 1.0})
 
     def hear_trials(self, told: Mapping[Key, float]) -> None:
-        """Corrections that trial steps show, of devices that real steps have not shown yet."""
-        self._known |= {k: c for k, c in told.items() if k not in self.real}
+        """Corrections that trial steps show."""
+        self._trial |= told
+
+    def of(self, key: Key) -> float:
+        """A device's correction. One that was not seen at work is taken for as far from its trial step, or without
+        one from its record's promise, as the others are: what real steps cost beyond, they cost everywhere."""
+        if key in self._known or not self._known:
+            return self._known.get(key, self._trial.get(key, 1.0))
+        if key in self._trial:
+            drift = statistics.median(c / self._trial.get(k, c) for k, c in self._known.items())
+            return self._trial[key] * drift
+        return statistics.median(self._known.values())
 
     def scaled(self, atoms: Sequence[Atom]) -> list[Atom]:
         """The atoms as heavy as they showed to be."""
@@ -80,22 +86,22 @@ class Rates:
         for key in used:
             self._idle_since_s.pop(key, None)
         chances = []
-        for key in self._known.keys() - set(used):
+        for key in (self._known.keys() | self._trial.keys()) - set(used):
             since_s = self._idle_since_s.setdefault(key, now_s)
             if now_s - since_s >= FORGET_S * 2 ** min(self._chances.get(key, 0), MOST_DOUBLED):
                 chances.append(key)
         for key in chances:
             self._chances[key] = self._chances.get(key, 0) + 1
-            del self._known[key], self._idle_since_s[key]
-            self.real.discard(key)
+            del self._idle_since_s[key]
+            self._known.pop(key, None)
+            self._trial.pop(key, None)
         return bool(chances)
 
     def hear(self, measured: Mapping[Key, float]) -> bool:
         """Corrections that real steps show; whether any is clearly another than what was known."""
-        news = {k: c for k, c in measured.items() if not within(c, self.of(k), CLEAR)}
-        self._known |= news
-        self._known |= {k: self.of(k) for k in measured}
-        self.real |= measured.keys()
+        before = {k: self.of(k) for k in measured}
+        news = {k: c for k, c in measured.items() if not within(c, before[k], CLEAR)}
+        self._known |= before | news
         return bool(news)
 
     def correct(self, offers: Iterable[DeviceOffer]) -> list[DeviceOffer]:

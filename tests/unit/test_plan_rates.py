@@ -42,6 +42,13 @@ def test_trial_steps_count_until_real_steps_were_seen() -> None:
     assert rates.of(A) == 2.0
 
 
+def test_what_real_steps_cost_beyond_trial_steps_they_cost_everywhere() -> None:
+    rates = Rates()
+    rates.hear_trials({A: 1.0, B: 2.0, C: 3.0})
+    rates.hear({A: 2.0, B: 4.0})
+    assert rates.of(C) == 6.0
+
+
 def test_who_was_not_seen_at_work_is_taken_as_the_others_are() -> None:
     rates = Rates()
     assert [o.correction for o in rates.correct(OFFERS)] == [1.0, 1.0, 1.0]

@@ -20,7 +20,7 @@ from tests.netlab.network import Internet, unavailable
 from tests.netlab.train_once import MICRO, SAMPLES
 
 WHY_NOT = unavailable()
-pytestmark = [pytest.mark.timeout(240), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it is")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it is")]
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 

@@ -28,6 +28,7 @@ from peer.trainer_buddies import BuddyKeeper
 from peer.trainer_host import MARK_TIMEOUT_S, HostLost
 from peer.trainer_live import AFTER_LOSS_S, Live
 from peer.trainer_state import Manifest, StageFile
+from peer.trainer_watch import LONG_WAIT_S
 
 MAX_HELD_BYTES = 1 << 30  # of released batches that no complete set covers yet
 HALF_FULL = 0.5  # an outbox's share of its memory from which the next tick is marked
@@ -134,7 +135,7 @@ class SetKeeper:
 
     async def _complete(self, marked: _Marked) -> bool:
         """Whether the set came about. BlobError if TRIES in a row did not."""
-        live = self._live
+        live, telling = self._live, asyncio.create_task(self._tell_if_long(marked))
         try:
             made = await self._all_made(marked)
             await asyncio.gather(*(self._fetch(s, again=self._failed > 0) for s in made))
@@ -150,10 +151,22 @@ class SetKeeper:
             return False
         finally:
             self._marked = None
+            telling.cancel()
         self._failed = 0
         files = tuple(StageFile(stage=s.stage, hash=s.state.hash, size=s.state.size) for s in made)
         await self._record(msgspec.structs.replace(marked.manifest, stages=files))
         return True
+
+    async def _tell_if_long(self, marked: _Marked) -> None:
+        """A set that is long in coming is named: who has not made its snapshot, or what is on its way."""
+        await asyncio.sleep(LONG_WAIT_S)
+        made = {k: f.result() for k, (_, f) in marked.made.items() if f.done() and not f.exception()}
+        late = sorted(marked.made.keys() - made.keys())
+        size = sum(s.state.size for s in made.values())
+        why = f"snapshots of stages {late} are not made" if late else f"{size} bytes of snapshots are on their way"
+        self._live.say(
+            "waiting", f"the set at step {marked.manifest.step} is not complete after {LONG_WAIT_S:g} s: {why}"
+        )
 
     async def _record(self, manifest: Manifest) -> None:
         live = self._live

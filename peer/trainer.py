@@ -136,9 +136,9 @@ class Trainer:
 
     async def __aexit__(self, *exc: object) -> None:
         tasks = list(self._tasks)
-        await self._live.assembly.leave("the trainer ends")
-        for task in tasks:
+        for task in tasks:  # first, so that none of them takes leaving hosts for lost ones
             task.cancel()
+        await self._live.assembly.leave("the trainer ends")
         if tasks:
             await asyncio.wait(tasks)
         if self._live.placed is not None:

@@ -182,8 +182,11 @@ class World:
                 if peer.due < end:
                     heapq.heappush(due, (peer.due, name))
         self.now = end
-        for key in [k for k, entries in self.board.items() if not entries]:
-            del self.board[key]
+        for key, entries in list(self.board.items()):  # nodes drop what has expired, read or not
+            for subkey in [s for s, (_, until, _, _) in entries.items() if until < self.now]:
+                del entries[subkey]
+            if not entries:
+                del self.board[key]
 
     def run(self, rounds: int) -> None:
         for _ in range(rounds):

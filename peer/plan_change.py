@@ -17,7 +17,7 @@ from fusion_p2p.planner.replan import HYSTERESIS, Decision, weigh
 from fusion_p2p.workload import Atom
 from peer.offers import DeviceOffer
 from peer.placement import PlanRequest, make_plan, proposal_of
-from peer.plan_rates import Key, Rates, corrections, names
+from peer.plan_rates import Key, Rates, corrections, names, within
 
 EVERY = 4  # ticks between looks
 WINDOW = 6  # ticks whose mean counts, the lowest and the highest left out
@@ -25,6 +25,7 @@ LOOKS = 2  # in a row that must ask for a change
 MIN_GAIN_S = 0.02  # of a step: less is not worth a set and new streams
 SETUP_S = 2.0  # that a change costs beside moving state: trial steps, streams
 REST_TICKS = 12  # between changes; doubled whenever one did not bring half of what was predicted
+LOUD = 2.0  # of a device's rate, either way: a change that no rest puts off, unless the last one disappointed
 MOST_RESTS = 6  # times it is doubled
 BATCH_S = 20.0  # between looks at who has joined or left: a join by itself never makes a plan
 
@@ -144,9 +145,13 @@ class Adviser:
             self._shaped = plan.numerics.cuts
             if self.rates.shape((0, *plan.numerics.cuts, self._atoms), placed, measured, prior_s):
                 return False  # `prior_s` is another now
-        news = self.rates.hear(corrections(placed, measured, prior_s))
+        told = corrections(placed, measured, prior_s)
+        loud = any(not within(c, self.rates.of(key), LOUD) for key, c in told.items())
+        news = self.rates.hear(told)
         news = self.rates.use(set(placed.values()), self._elapsed_s) or news
         self._settle()
+        if loud and not self._rests:
+            self._quiet_until = self._ticks  # somebody broke down: that has nothing to do with the last change
         if self._elapsed_s - self._asked_s >= BATCH_S:
             there = names(offers)
             news = news or there != self._seen or links is not self._links

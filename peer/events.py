@@ -66,12 +66,14 @@ class PlanAdopted(msgspec.Struct, frozen=True):
 class LinkBytes(msgspec.Struct, frozen=True):
     """Bytes sent so far per link, "src-dst" by stage number, -1 the trainer; what each stage waits for.
 
-    `held_up_s`: seconds that a stage has stood still so far because what it sent was not taken.
+    `held_up_s`: seconds that a stage has stood still so far because what it sent was not taken. `differing`: frames
+    that came again with other bytes; with none the run is exact to the bit, else to rounding.
     """
 
     sent: dict[str, int]
     waiting: dict[int, str]
     held_up_s: dict[int, float] = {}
+    differing: int = 0
 
 
 Happening: TypeAlias = StepResult | EvalResult | RunEvent | PlanAdopted | LinkBytes

@@ -326,6 +326,7 @@ class Executor:
             waiting_for=waiting[:300], waited_s=waited_s, bytes_sent=links.bytes_sent(),
             resident_bytes=self._limit.held() + links.held_bytes(), held_up_s=hosted.held_up_s,
             accepted=links.accepted(hosted.stage_flops), outbox_share=links.outbox_share(),
+            differing=links.differing(),
         )  # fmt: skip
 
     async def _say(self, message: FromExecutor) -> None:

@@ -18,7 +18,7 @@ from peer.errors import ResumeGap, StaleError, WireError
 from peer.protocol import Endpoint, data_protocol
 from peer.spill import Spill
 from peer.throughput import Throughput
-from peer.wire import WIRE_VERSION, Header, Open
+from peer.wire import WIRE_VERSION, Open
 
 if TYPE_CHECKING:
     from peer.links import Links
@@ -31,8 +31,8 @@ class LinkEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Something the trainer wants to know about the channel with `stage` at `peer`.
 
     `code`: broken (a stream ended), lost (none for `dead_s`), back (there is one again), frame (bytes that do not
-    fit), stale (this host has been replaced), gap (frames are asked for that are no longer held), differs (frames
-    that were sent again are not the same bytes), refused (the other end finds that ours do not fit).
+    fit), stale (this host has been replaced), gap (frames are asked for that are no longer held), refused (the other
+    end finds that ours do not fit).
     """
 
     code: str
@@ -211,7 +211,6 @@ class Receiver:
 
     def __init__(self, links: Links, inbox: Inbox) -> None:
         self._links, self.inbox = links, inbox
-        inbox.on_differs = self._differs
         self.room = asyncio.Event()
         self.room.set()
         self.queued_bytes = 0
@@ -269,10 +268,6 @@ class Receiver:
             self.queued_bytes -= count
             limit = self._links.settings.queue_bytes
             return before > limit >= self.queued_bytes
-
-    def _differs(self, header: Header) -> None:
-        what = f"{header.kind.name} at tick {header.tick}, micro-batch {header.micro_batch}, sent again differs"
-        self._links.report("differs", header.src, what)
 
 
 def _now() -> float:

@@ -287,9 +287,12 @@ class Links:
 
     def held_bytes(self) -> int:
         """Payload bytes in memory: in outboxes and in frames not yet taken."""
-        return sum(s.outbox.memory_bytes for s in self._senders.values()) + sum(
-            r.queued_bytes for r in self._receivers.values()
-        )
+        senders, receivers = list(self._senders.values()), list(self._receivers.values())  # any thread may ask
+        return sum(s.outbox.memory_bytes for s in senders) + sum(r.queued_bytes for r in receivers)
+
+    def differing(self) -> int:
+        """Frames that came again with other bytes than those accepted: their sender computes on other hardware."""
+        return sum(r.inbox.differing for r in self._receivers.values())
 
     def cursors(self) -> dict[int, Cursor]:
         """What is expected next from each stage that has opened a channel."""

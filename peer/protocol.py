@@ -290,6 +290,7 @@ class StageStatus(msgspec.Struct, frozen=True, tag="status", kw_only=True):
     held_up_s: Seconds = 0.0  # it has stood still so long, in all, because its neighbours did not take what it sent
     accepted: Annotated[dict[int, Took], Meta(max_length=4096)] = {}  # by neighbouring stage
     outbox_share: Annotated[float, Meta(ge=0, le=1e9)] = 0.0  # of the memory for a replay: half full asks for a set
+    differing: Bytes = 0  # frames that were sent again and were not the same bytes; they were kept out
 
     def __post_init__(self) -> None:
         _plain(self, "waiting_for")
@@ -299,7 +300,7 @@ class StageFault(msgspec.Struct, frozen=True, tag="fault", kw_only=True):
     """The stage stopped or a neighbour is gone; `peer` is the one it concerns ("" for itself).
 
     `code` of itself: died, frame, memory, leaving, mark; of `peer`: peer-lost, back (it is reached again), peer-frame
-    (it sent what does not fit), refused (it says that of us), stale, gap, differs.
+    (it sent what does not fit), refused (it says that of us), stale, gap.
     """
 
     run: str

@@ -20,6 +20,7 @@ class Report:
         self.events: list[RunEvent] = []
         self.plan: Plan | None = None
         self.bytes_sent: dict[str, int] = {}
+        self.differing = 0
 
     def __call__(self, happening: Happening) -> None:
         match happening:
@@ -31,8 +32,8 @@ class Report:
                 self.events.append(happening)
             case PlanAdopted(plan=plan):
                 self.plan = plan
-            case LinkBytes(sent=sent):
-                self.bytes_sent = dict(sent)
+            case LinkBytes(sent=sent, differing=differing):
+                self.bytes_sent, self.differing = dict(sent), differing
 
     def as_dict(self, weights: str) -> dict[str, Any]:
         return {
@@ -42,6 +43,8 @@ class Report:
             "samples_per_s": rate(self.steps, "samples"),
             "plan": msgspec.to_builtins(self.plan),
             "bytes_sent": self.bytes_sent,
+            "exact_to": "rounding" if self.differing else "bit",
+            "differing_frames": self.differing,
             "events": [msgspec.to_builtins(e) for e in self.events],
             "weights_blake2b": weights,
         }

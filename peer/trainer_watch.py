@@ -1,10 +1,14 @@
-"""What the stages report between ticks: bytes per link, waits. A wait over 5 s is told once per peer and minute."""
+"""What the stages report between ticks: bytes per link, waits, frames that came again with other bytes.
+
+A wait over 5 s is told once per peer and minute; that the run is exact to rounding only, once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
+from fusion_p2p.frame import TRAINER
 from peer.events import LinkBytes, RunEvent, Sink
 from peer.protocol import StageStatus
 
@@ -23,10 +27,12 @@ class Watch:
         self._heard: dict[int, asyncio.Event] = {}
         self._told: dict[int, float] = {}
         self._before: dict[str, int] = {}  # of streams that are over: new cuts count anew
+        self._differing: dict[int, tuple[int, int]] = {}  # stage or TRAINER -> which of its incarnations, frames
+        self._begun = self._differed = 0  # the latter: of incarnations that are over
         self.bytes_sent: dict[str, int] = {}
 
-    def status(self, status: StageStatus, own: dict[str, int]) -> None:
-        """One stage's report; `own` are the trainer's links."""
+    def status(self, status: StageStatus, own: dict[str, int], own_differing: int = 0) -> None:
+        """One stage's report; `own` are the trainer's links, with `own_differing` frames that came again otherwise."""
         stage = status.stage
         self._sent.update(status.bytes_sent)
         self._waiting[stage] = status.waiting_for
@@ -34,15 +40,38 @@ class Watch:
         sent = self._sent | own
         self.bytes_sent = {k: sent.get(k, 0) + self._before.get(k, 0) for k in self._before | sent}
         self._heard.setdefault(stage, asyncio.Event()).set()
-        self._sink(LinkBytes(self.bytes_sent, {k: w for k, w in self._waiting.items() if w}, dict(self._held_up_s)))
+        before = self.differing
+        self._differs(TRAINER, self._begun, own_differing)
+        self._differs(stage, status.incarnation, status.differing)
+        waiting = {k: w for k, w in self._waiting.items() if w}
+        self._sink(LinkBytes(self.bytes_sent, waiting, dict(self._held_up_s), self.differing))
         now = self._clock()
+        if self.differing and not before:
+            whom = "the trainer" if own_differing else f"stage {stage}"
+            text = (
+                f"exact to rounding, not to the bit: frames that {whom} had came again with other bytes; a host that "
+                "took over computes on other hardware or in another framework"
+            )
+            self._sink(RunEvent(kind="notice", text=text, time_s=now, stage=stage))
         if status.waited_s > LONG_WAIT_S and abs(now - self._told.get(stage, float("-inf"))) > QUIET_S:  # may go back
             self._told[stage] = now
             text = f"stage {stage} has waited {status.waited_s:.0f} s for {status.waiting_for}"
             self._sink(RunEvent(kind="waiting", text=text, time_s=now, stage=stage))
 
+    @property
+    def differing(self) -> int:
+        """Frames that came again and were not the same bytes, in the whole session."""
+        return self._differed + sum(count for _, count in self._differing.values())
+
+    def _differs(self, stage: int, incarnation: int, count: int) -> None:
+        known, counted = self._differing.get(stage, (incarnation, 0))
+        if known != incarnation:
+            self._differed += counted
+        self._differing[stage] = incarnation, count
+
     def begin(self) -> None:
         """The stages are others now."""
+        self._begun += 1
         self._before, self._sent, self._waiting, self._held_up_s = self.bytes_sent, {}, {}, {}
 
     async def news(self, stages: int, timeout_s: float) -> None:

@@ -196,7 +196,10 @@ class PipeHost:
         await waiting.over.wait()
 
     async def _splice(self, a: Stream, b: Stream) -> None:
-        tasks = [asyncio.ensure_future(self._copy(a, b)), asyncio.ensure_future(self._copy(b, a))]
+        """Until either ends, or neither sends for IDLE_S: who fetches a snapshot says nothing for long."""
+        passed: Counter[str] = Counter()
+        parts = self._copy(a, b, passed), self._copy(b, a, passed), _until_idle(passed)
+        tasks = [asyncio.ensure_future(part) for part in parts]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -205,24 +208,28 @@ class PipeHost:
             await asyncio.gather(*tasks, return_exceptions=True)
             b.writer.close()
 
-    async def _copy(self, source: Stream, sink: Stream) -> None:
+    async def _copy(self, source: Stream, sink: Stream, passed: Counter[str]) -> None:
         step = self._limiter.slice_bytes(CHUNK_BYTES)
-        while True:
-            async with asyncio.timeout(IDLE_S):
-                data = await source.reader.read(step)
-            if not data:
-                return
+        while data := await source.reader.read(step):
             await self._limiter.take(len(data))
+            passed[source.remote] += len(data)
             self._count(source.remote, len(data))
             sink.writer.write(data)
-            async with asyncio.timeout(IDLE_S):
-                await sink.writer.drain()
+            await sink.writer.drain()
 
     def _count(self, peer: str, count: int) -> None:
         self.carried[peer] += count
         if len(self.carried) > _COUNTED:
             least = min(self.carried, key=lambda p: (p == peer, self.carried[p]))
             del self.carried[least]
+
+
+async def _until_idle(passed: Counter[str]) -> None:
+    """Until the same bytes have passed as IDLE_S before."""
+    before = -1
+    while passed.total() != before:
+        before = passed.total()
+        await asyncio.sleep(IDLE_S)
 
 
 async def _beat(talk: MessageStream[ToHost]) -> None:

@@ -307,17 +307,21 @@ async def through(folder: Path, peer: str, protocol: str, hosts: tuple[str, ...]
     """A stream to `peer` by way of `hosts`, from any process of this peer; None: open it directly, it has connected
     here. PeerUnreachable says in plain words what is missing."""
     what = f"peer {peer} cannot be dialled from here"
+    writer: asyncio.StreamWriter | None = None
+    reply: Joined | Direct | Refuse | None = None
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_unix_connection(str(folder / DOOR), limit=1 << 20)
             talk = MessageStream(reader, writer, FROM_DOOR, limit=MAX_MESSAGE)
             await talk.send(Through(peer, protocol, hosts[:16]), timeout_s=timeout_s)
             reply = await talk.receive(timeout_s=timeout_s)
+        if isinstance(reply, Joined):
+            return Stream(peer, reader, writer)
     except (OSError, TimeoutError, WireError) as error:
         raise PeerUnreachable(f"{what}, and its pipes do not answer: {error or f'{timeout_s:g} s'}") from error
-    if isinstance(reply, Joined):
-        return Stream(peer, reader, writer)
-    writer.close()
+    finally:
+        if writer is not None and not isinstance(reply, Joined):
+            writer.close()
     if isinstance(reply, Direct):
         return None
     reason = reply.reason if isinstance(reply, Refuse) else "the door closed"

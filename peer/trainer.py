@@ -230,6 +230,7 @@ class Trainer:
         await asyncio.to_thread(self._first_numerics, newest)
         offers = await live.swarm.offers()
         live.links = await live.swarm.links()
+        live.ladder = await ladder_of_run(live, offers, pinned=True)
         live.early |= {plan.host(stage).peer: why for stage, why in found.missing.items()}
         self._new_from = newest.tick + len(found.feeds)
         await self._install(plan, offers, newest)

@@ -229,6 +229,7 @@ class Assembly:
             return ""
 
         reasons = await asyncio.gather(*map(one, plan.placement))
+        self._wanted = frozenset()  # who comes back later with a stage of that plan holds what lives elsewhere by then
         return {p.stage: why for p, why in zip(plan.placement, reasons, strict=True) if why}
 
     def endpoints(self) -> tuple[Endpoint, ...]:

@@ -3,6 +3,7 @@
 spec.json           the signed, immutable RunSpec
 opdag.json          its OP-DAG
 numeric_log.jsonl   signed NumericLogEntry, one a line, append only
+ladder.json         what the codecs cost on this model, where that was measured
 replay_log.jsonl    the numeric log of another run that this one repeats, where it was given one
 progress.json       Progress: for people and for `list`; never needed to resume
 state/000000012/    one complete set: stage-0.bin ... and manifest.json, which is written last
@@ -147,6 +148,7 @@ class RunFolder:
         """Remove what a run that never had a complete set left here, so that it may be started again."""
         for name in (
             "spec.json", "opdag.json", "numeric_log.jsonl", "replay_log.jsonl", "hosts.json", "released.jsonl",
+            "audit.jsonl", "ladder.json",
         ):  # fmt: skip
             (self.root / name).unlink(missing_ok=True)
         for name in ("state", "spool"):

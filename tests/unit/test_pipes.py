@@ -135,6 +135,30 @@ def test_a_caller_that_can_be_dialled_is_dialled_and_nothing_is_piped(tmp_path: 
     asyncio.run(main())
 
 
+def test_a_pipe_stays_while_one_end_only_listens_and_goes_once_both_are_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipe_host, "IDLE_S", 0.2)
+
+    async def tell(stream: Stream) -> None:
+        for _ in range(8):
+            stream.writer.write(b"snapshot")
+            await asyncio.sleep(0.1)
+        await stream.reader.read()
+
+    async def main() -> None:
+        async with world(tmp_path) as w:
+            caller, called = w.peers
+            await called.dial.stop_serving(BLOBS)
+            await called.dial.serve(BLOBS, tell)
+            stream = await caller.dial.open_stream(called.dial.peer_id, BLOBS)
+            async with asyncio.timeout(10):
+                assert await stream.reader.read(-1) == b"snapshot" * 8
+            stream.writer.close()
+
+    asyncio.run(main())
+
+
 def test_a_stream_ends_with_its_host_and_the_next_goes_by_another(tmp_path: Path) -> None:
     async def main() -> None:
         async with world(tmp_path, hosts=2) as w:

@@ -11,9 +11,10 @@ import pytest
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import NumericLogEntry, Numerics
 from fusion_p2p.settings import OptimizerSpec
+from peer import trainer_ladder
 from peer.errors import BlobError
 from peer.protocol import RunSpec, Signed
-from peer.trainer_state import Manifest, Progress, RunFolder, StageFile
+from peer.trainer_state import Audited, Manifest, Progress, RunFolder, StageFile
 
 NUMERICS = Numerics(cuts=(3,), micro_batches=2, micro_batch_size=4)
 OPDAG = b'{"opset":"1"}'
@@ -69,6 +70,16 @@ def test_a_run_folder_is_read_back(tmp_path: Path) -> None:
     assert [e.first_step for _, e in folder.numeric_log()] == [0, 7]
     folder.write_progress(Progress(name="n", run="r", phase="training", epoch=1, tick=3, step=3, loss=1.5))
     assert folder.progress().loss == 1.5
+
+
+def test_a_start_that_failed_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    """Not the codecs' figures of another model either."""
+    folder = new_folder(tmp_path / "run")
+    folder.append_numerics(signed(NumericLogEntry(first_step=0, numerics=NUMERICS)))
+    folder.append_audit([Audited(0, 1.5, {})])
+    (folder.root / trainer_ladder.FILE).write_text("[]")
+    folder.forget_start()
+    assert not list(folder.root.iterdir())
 
 
 def test_two_newest_sets_are_kept(tmp_path: Path) -> None:

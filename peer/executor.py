@@ -130,8 +130,7 @@ class Executor:
             case Adopt():
                 await self._adopt((message.run, message.stage))
             case Connect():
-                if (links := self._links(message.run, message.stage)) is not None:
-                    links.update(message.endpoints, message.plan, epoch=message.epoch)
+                self._connect(message)
             case Mark():
                 self._mark(message)
             case Trim():
@@ -225,6 +224,15 @@ class Executor:
             return await self._say(Refused(code="gone", reason=reason, stage=key[1], run=key[0]))
         hosted.links.release()
         await self._say(msgspec.structs.replace(hosted.accepted, tick=hosted.stage.tick))
+
+    def _connect(self, message: Connect) -> None:
+        hosted = self._hosted.get((message.run, message.stage))
+        if hosted is None or hosted.links is None:
+            return
+        is_new = message.epoch > hosted.links.epoch
+        hosted.links.update(message.endpoints, message.plan, epoch=message.epoch)
+        if is_new and (what := hosted.stage.suspicion) is not None:  # said to a trainer that is no more
+            hosted.on_suspicion(what)
 
     # --- and goes
 

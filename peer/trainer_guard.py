@@ -2,11 +2,14 @@
 
 The stage that received one waits, named. Its sender's stage is rebuilt elsewhere from the newest set, the receiver's
 where it is, and what comes then decides: the same bytes, or as wild ones, and the model did it - the verdict of the
-step says what follows; something tame, and the first host is not trusted again.
+step says what follows; something tame, and the first host is not trusted again. A frame that is not named again in time
+passes, so that nobody holds the run up with what never comes.
 """
 
 from __future__ import annotations
 
+import asyncio
+import enum
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +19,8 @@ from peer.protocol import Pass, Suspect
 from peer.trainer_host import HostLost
 from peer.trainer_live import Live
 
-OWN_TICKS = 4  # after a frame was found to be the model's own, as many ticks' wild ones pass unasked
+OWN_TICKS = 4  # around a frame that was found to be the model's own, as many ticks' wild ones pass unasked
+JUDGE_S = 600.0  # for the frame to come again once another host computes it
 DIGEST_BYTES = 16
 
 
@@ -30,14 +34,24 @@ class _Case:
     what: Suspicion
 
 
-class Guardian:
-    """On the session's loop. One case at a time: the others wait for its outcome."""
+class _Found(enum.Enum):
+    """What a case ends with: the model made the frame, or its first host did, or it never came again."""
 
-    def __init__(self, live: Live, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> None:
-        self._live, self._spawn = live, spawn
+    OWN = enum.auto()
+    LIE = enum.auto()
+    NOTHING = enum.auto()
+
+
+class Guardian:
+    """On the session's loop. One case at a time: the others wait for its outcome, one for each stage."""
+
+    def __init__(
+        self, live: Live, spawn: Callable[[Coroutine[Any, Any, None]], None], judge_s: float = JUDGE_S
+    ) -> None:
+        self._live, self._spawn, self._judge_s = live, spawn, judge_s
         self._case: _Case | None = None
-        self._later: list[_Case] = []
-        self._own_until = -1  # the tick up to which wild frames are taken for the model's own
+        self._later: dict[int, _Case] = {}
+        self._own_tick: int | None = None  # of the last frame that was found to be the model's own
 
     def hear(self, reporter: str, said: Suspect) -> None:
         """The plan's host of stage `said.stage` holds a frame back."""
@@ -51,13 +65,18 @@ class Guardian:
         if open_case is not None and (open_case.stage, open_case.what.frame) == (case.stage, frame):
             if open_case.sender != case.sender:
                 self._spawn(self._judge(open_case, said.what))
-        elif frame.tick <= self._own_until:
+        elif self._own_tick is not None and abs(frame.tick - self._own_tick) <= OWN_TICKS:
             self._spawn(self._pass(case.stage, frame))
         elif open_case is not None:
-            self._later.append(case)
+            self._later[case.stage] = case
         else:
             self._case = case
             self._spawn(self._recompute(case))
+
+    def forget(self) -> None:
+        """Every stage begins anew: no frame is held any more."""
+        self._case, self._later = None, {}
+        self._live.assembly.watched.clear()
 
     async def _recompute(self, case: _Case) -> None:
         live, frame = self._live, case.what.frame
@@ -68,12 +87,18 @@ class Guardian:
         live.may_stay.add(case.sender)
         live.lose(case.sender, f"it sent {frame} with norm {case.what.norm:.3g}", moving=True)
         await live.whole.wait()
+        if self._case is not case:
+            return
         plan = live.now.plan
         unmoved = plan.host(frame.src).peer == case.sender or plan.host(case.stage).incarnation == case.incarnation
-        if self._case is case and unmoved:
+        if unmoved:
             live.again.discard(case.stage)
             live.say("notice", f"{frame} passes: nobody else could compute it again", stage=frame.src)
-            await self._close(case, own=True)
+            return await self._close(case, _Found.OWN)
+        await asyncio.sleep(self._judge_s)
+        if self._case is case:
+            live.say("notice", f"{frame} was not named again within {self._judge_s:g} s", stage=frame.src)
+            await self._close(case, _Found.NOTHING)
 
     async def _judge(self, case: _Case, again: Suspicion) -> None:
         """Another host has computed the frame."""
@@ -89,19 +114,19 @@ class Guardian:
             live.exclude(case.sender)
             text = f"{case.sender[-8:]} is not trusted again: {frame} came with norm {again.norm:.3g} from another host"
             live.say("quarantined", text, peer=case.sender, stage=frame.src)
-        await self._close(case, own=own)
+        await self._close(case, _Found.OWN if own else _Found.LIE)
 
-    async def _close(self, case: _Case, *, own: bool) -> None:
+    async def _close(self, case: _Case, found: _Found) -> None:
         live, frame = self._live, case.what.frame
-        if own:
-            self._own_until = max(self._own_until, frame.tick + OWN_TICKS)
+        if found is _Found.OWN:
+            self._own_tick = frame.tick
         live.assembly.watched.pop(case.stage, None)
-        self._case, later, self._later = None, self._later, []
+        self._case, later, self._later = None, self._later, {}
         await self._pass(case.stage, frame)
-        for other in later:
-            if own:
+        for other in later.values():
+            if found is _Found.OWN:
                 await self._pass(other.stage, other.what.frame)
-            elif other.sender == case.sender:  # it holds what the quarantined host sent: it is made anew
+            elif found is _Found.LIE and other.sender == case.sender:  # what the quarantined host sent is made anew
                 holder = live.now.plan.host(other.stage).peer
                 live.may_stay.add(holder)
                 live.lose(holder, f"stage {other.stage} holds a frame of {case.sender[-8:]}", moving=True)
@@ -109,7 +134,7 @@ class Guardian:
                 self._case = other
                 self._spawn(self._recompute(other))
             else:
-                self._later.append(other)
+                self._later[other.stage] = other
 
     async def _pass(self, stage: int, frame: FrameId) -> None:
         live = self._live

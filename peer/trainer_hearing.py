@@ -31,6 +31,7 @@ class Hearing:
     def forget(self) -> None:
         """Every stage begins anew."""
         self._complaints.forget()
+        self._guardian.forget()
 
     def status(self, peer: str, status: StageStatus) -> None:
         placed = self._live.placed

@@ -148,7 +148,11 @@ class MiniVolunteer:
                     if stage in self.hosted:
                         await self._say(messages, StageStatus(run=spec.run, stage=stage, incarnation=0, tick=0))
                 case Connect():
-                    self.hosted[message.stage].links.update(message.endpoints, message.plan, epoch=epoch)
+                    there = self.hosted[message.stage]
+                    if epoch > there.links.epoch:  # another trainer: it hears again what is held back
+                        there.named = None
+                        there.news.set()
+                    there.links.update(message.endpoints, message.plan, epoch=epoch)
                 case Mark():
                     await self._say(messages, Marked(run=spec.run, stage=message.stage, tick=message.tick))
                     marks.add(asyncio.create_task(self._mark(messages, message)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,10 @@ import torch
 from fusion_p2p.capture import Captured, capture
 from fusion_p2p.frame import Frame, Kind
 from fusion_p2p.pipeline import LocalPipeline
+from fusion_p2p.suspicion import FrameId, Suspicion
 from peer.events import RunEvent
-from tests.sim.test_trainer import MINUTE, OPTIMIZER, Lab, batch, captured, expected
+from peer.protocol import Suspect
+from tests.sim.test_trainer import MINUTE, OPTIMIZER, Data, Lab, batch, captured, expected
 
 __all__ = ["captured"]
 STEPS, AT = 10, 6
@@ -49,6 +52,64 @@ def test_who_sends_wild_frames_is_not_trusted_again(
             assert liar.peer not in {p.peer for p in trainer.plan.placement}
             quarantined = [h for h in lab.heard if isinstance(h, RunEvent) and h.kind == "quarantined"]
             assert [h.peer for h in quarantined] == [liar.peer] and not trainer._live.may_host(liar.peer)
+
+    asyncio.run(main())
+
+
+@MINUTE
+def test_a_trainer_that_starts_again_hears_of_a_frame_that_is_held_back(captured: Captured, tmp_path: Path) -> None:
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        for k in range(4):
+            await lab.add(f"volunteer{k}")
+        async with lab.trainer(3, dies=True) as trainer:
+            liar = lab.host(trainer, 1)
+            liar.lie = lambda f: (
+                wild(f, math.nan) if (f.kind, f.src, f.tick, f.micro_batch) == (Kind.ACT, 1, AT, 1) else f
+            )
+            await lab.train(trainer, 0, 4)
+            await trainer.save(b"at 4")
+            await lab.train(trainer, 4, AT)
+            trainer._hearing._guardian.hear = lambda reporter, said: None  # type: ignore[method-assign]
+            await trainer.release(captured.feed(batch(AT)), training=True)
+            while not any(h.named for v in lab.volunteers for h in v.hosted.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        async with lab.trainer(3, replay=Data(captured, 4).replay()) as again:
+            assert again.step == AT + 1 and sum(len(v.adopted) for v in lab.volunteers) == 3
+            await lab.train(again, AT + 1, STEPS)
+            assert await lab.hash(again, STEPS) == expected(captured, again.plan.numerics.cuts, STEPS)[1]
+            assert liar.peer not in {p.peer for p in again.plan.placement} and "quarantined" in lab.kinds()
+
+    asyncio.run(main())
+
+
+@MINUTE
+def test_a_frame_that_never_comes_again_holds_nobody_up(captured: Captured, tmp_path: Path) -> None:
+    """A host that names what no stage sends: the next that is really wild is judged all the same."""
+
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        for k in range(5):
+            await lab.add(f"volunteer{k}")
+        async with lab.trainer(3) as trainer:
+            trainer._hearing._guardian._judge_s = 0.5
+            liar = lab.host(trainer, 1)
+            liar.lie = lambda f: (
+                wild(f, math.nan) if (f.kind, f.src, f.tick, f.micro_batch) == (Kind.ACT, 1, AT, 1) else f
+            )
+
+            async def fate(step: int) -> None:
+                if step == 3:
+                    await trainer.save(b"at 4")
+                    p = trainer.plan.host(1)
+                    what = Suspicion(FrameId(int(Kind.ACT), 0, 1, 1 << 40, 0), b"x" * 16, 1e9, 1.0)
+                    said = Suspect(run=trainer._live.run, stage=1, incarnation=p.incarnation, what=what)
+                    trainer._hearing.fault(p.peer, said)
+
+            await lab.train(trainer, 0, STEPS, fate)
+            assert await lab.hash(trainer, STEPS) == expected(captured, trainer.plan.numerics.cuts, STEPS)[1]
+            texts = [h.text for h in lab.heard if isinstance(h, RunEvent) and h.kind == "notice"]
+            assert any("was not named again" in text for text in texts) and "quarantined" in lab.kinds()
 
     asyncio.run(main())
 

@@ -403,7 +403,7 @@ def test_who_accepts_another_stage_than_the_offered_is_left_out(
     asyncio.run(main())
 
 
-class _Data:
+class Data:
     """The batches from step `first` on, once more; `shift` makes them others."""
 
     def __init__(self, captured: Captured, first: int, shift: int = 0) -> None:
@@ -442,7 +442,7 @@ def test_a_trainer_that_died_finds_its_stages_where_they_were(
             await hosts[gone].kill()
         lab.heard.clear()
         before = [list(v.offered) for v in lab.volunteers]
-        async with lab.trainer(3, replay=_Data(captured, 4).replay()) as again:
+        async with lab.trainer(3, replay=Data(captured, 4).replay()) as again:
             assert again.step == 9
             losses = await lab.train(again, 9, 12)
             want = expected(captured, again.plan.numerics.cuts, 12)
@@ -477,7 +477,7 @@ def test_what_cannot_be_adopted_is_restored(captured: Captured, tmp_path: Path, 
             for volunteer in lab.volunteers:
                 for stage in list(volunteer.hosted):
                     await volunteer._drop(stage)
-        data = _Data(captured, 4, 50 if why == "other data" else 0)
+        data = Data(captured, 4, 50 if why == "other data" else 0)
         async with lab.trainer(2, replay=data.replay()) as again:
             assert again.step == 4 and data.next == 4 and "notice" in lab.kinds()
             losses = await lab.train(again, 4, 8)

@@ -22,7 +22,6 @@ from dht.runs import RunView
 LATE_S = REFRESH_S + 8.0  # a refresh is missing
 SILENT_S = 2 * REFRESH_S + 8.0  # two are: less than a TTL
 MAX_FLOPS_PER_S = 1e17
-MAX_BYTES_PER_S = 1e14
 MAX_MEMORY_BYTES = 1 << 44
 MAX_LOSS = 1e6
 MAX_STEPS = 10**10

@@ -27,15 +27,6 @@ class Flow:
     order: tuple[int, ...]  # the needed live nodes, in the graph's order: what atoms are made of
     weights: dict[int, int]  # value id of each parameter -> its place in dag.params
 
-    def weight_uses(self) -> dict[int, list[int]]:
-        """Parameter value id -> the nodes of `order` that read it."""
-        uses: dict[int, list[int]] = {v: [] for v in self.weights}
-        for n in self.order:
-            for v in self.reads[n]:
-                if v in uses:
-                    uses[v].append(n)
-        return uses
-
 
 def is_float(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat", "complex"))

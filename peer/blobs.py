@@ -123,11 +123,6 @@ class BlobStore:
     def size_bytes(self) -> int:
         return sum(p.stat().st_size for p in self._folder.iterdir() if p.is_file())
 
-    def clear(self) -> None:
-        """Remove every blob and every part of one that was never finished."""
-        for path in self._folder.iterdir():
-            path.unlink(missing_ok=True)
-
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)

@@ -117,10 +117,6 @@ class LiveReader:
             missing -= len(data)
         return b"".join(parts)
 
-    async def skip(self, count: int) -> None:
-        while count:
-            count -= len(await self.read_some(min(count, CHUNK_BYTES)))
-
     async def message(self) -> bytes:
         return await self.read_exactly(wire.message_length(await self.read_exactly(2)))
 

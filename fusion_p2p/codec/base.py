@@ -101,10 +101,6 @@ class Codec:
             return head + wire.dense_bytes(shape, dtype)
         return head + self._bytes(shape, direction)
 
-    def time_estimate(self, shape: Shape, direction: Direction, bytes_per_s: float = 4e9) -> float:
-        """Seconds to encode and decode together on hosts that copy memory at `bytes_per_s` each."""
-        return wire.numel(shape) * 4 * self._passes(direction) / bytes_per_s
-
     def exact(self, shape: Shape, dtype: torch.dtype) -> bool:
         """Whether frames of this shape and type are sent exactly."""
         return not dtype.is_floating_point or wire.numel(shape) < SMALL
@@ -141,10 +137,6 @@ class Codec:
 
     def _bytes(self, shape: Shape, direction: Direction) -> float:
         return self._bound(shape, direction)
-
-    def _passes(self, direction: Direction) -> float:
-        """Encode plus decode time, in passes over the float32 tensor."""
-        return 2.0
 
     # --- special frames
 

@@ -15,9 +15,6 @@ class Dense(Codec):
     def exact(self, shape: Shape, dtype: torch.dtype) -> bool:
         return True
 
-    def _passes(self, direction: Direction) -> float:
-        return 1.0
-
 
 class DenseBf16(Codec):
     id = wire.BF16
@@ -40,6 +37,3 @@ class DenseBf16(Codec):
 
     def _bound(self, shape: Shape, direction: Direction) -> int:
         return 2 * wire.numel(shape)
-
-    def _passes(self, direction: Direction) -> float:
-        return 0.8

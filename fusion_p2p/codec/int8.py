@@ -55,6 +55,3 @@ class Int8(Codec):
     def _bound(self, shape: Shape, direction: Direction) -> int:
         n = wire.numel(shape)
         return n + 4 * -(-n // _BLOCK)
-
-    def _passes(self, direction: Direction) -> float:
-        return 1.0

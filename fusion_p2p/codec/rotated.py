@@ -49,9 +49,6 @@ class Rotated(Codec):
         mean = channels.mean_bytes(shape) if direction == "forward" else 0
         return mean + rotation.expected(wire.numel(shape), self.bits[direction])
 
-    def _passes(self, direction: Direction) -> float:
-        return 12.0
-
 
 def make(arg: str, device: torch.device) -> Rotated:
     forward, backward = (bits(b, tuple(rotation.STEP), f"rotated:{arg}") for b in numbers(arg, "rotated:4/2", 2))

@@ -139,9 +139,6 @@ class Subspace(Codec):
             return _HASH + coefficients
         return 1 + _HASH + 2 * width * self._rank(shape) / REFRESH + channels.mean_bytes(shape) + coefficients
 
-    def _passes(self, direction: Direction) -> float:
-        return 9.0
-
 
 def make(arg: str, device: torch.device) -> Subspace:
     if arg.count("/") < 2:

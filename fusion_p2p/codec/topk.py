@@ -60,9 +60,6 @@ class TopK(Codec):
     def _bound(self, shape: Shape, direction: Direction) -> int:
         return 8 * kept(shape, self.density)
 
-    def _passes(self, direction: Direction) -> float:
-        return 1.0 + 10 * self.density
-
 
 def make(arg: str, device: torch.device) -> TopK:
     return TopK(density(arg, "topk:0.01"), device)

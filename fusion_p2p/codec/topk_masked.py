@@ -167,9 +167,6 @@ class TopKMasked(Codec):
             return channels.mean_bytes(shape) + index_codec.expected(k, n) + _log_size(k)
         return 1 + _HASH + rotation.expected(k, self.backward_bits)
 
-    def _passes(self, direction: Direction) -> float:
-        return 1.1 + 23 * self.density
-
 
 def make(arg: str, device: torch.device) -> TopKMasked:
     share, slash, width = arg.partition("/")

@@ -226,9 +226,6 @@ class Transform(Codec):
         extra = channels.mean_bytes(shape) + width if direction == "forward" else 0
         return self._axes_bytes(shape) / REFRESH + extra + n * self.bits[direction] / 8 * 1.05 + 100
 
-    def _passes(self, direction: Direction) -> float:
-        return 14.0
-
 
 def make(arg: str, device: torch.device) -> Transform:
     forward, backward = (bits(b, tuple(rotation.STEP), f"transform:{arg}") for b in numbers(arg, "transform:2/1", 2))

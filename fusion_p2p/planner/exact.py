@@ -24,21 +24,6 @@ def best_of_all_orders(costs: Costs, devices: Sequence[int], at: Ints) -> Soluti
     return minimise(lambda thresholds: _solve(costs, devices, at, thresholds), costs)
 
 
-def best_of_order(costs: Costs, order: Sequence[int], at: Ints | None = None, *, skip: bool = True) -> Solution | None:
-    """The chain of least step time for one order, over all its cuts, skipping where that helps."""
-
-    def solve(thresholds: Floats) -> tuple[Floats, Sequence[Solution | None]]:
-        t = dp.build(costs, thresholds, at)
-        n = len(thresholds)
-        found = dp.sweep(t, np.repeat(np.array([order]), n, axis=0), np.arange(n), skip=skip)
-        trips = found.round_trip_s
-        return trips, [
-            _scored(costs, found.chain(b), float(thresholds[b])) if np.isfinite(trips[b]) else None for b in range(n)
-        ]
-
-    return minimise(solve, costs)
-
-
 def _scored(costs: Costs, where: tuple[tuple[int, ...], tuple[int, ...]], threshold: float) -> Solution:
     hosts, cuts = where
     at = Chain(hosts, cuts, costs.rungs_at(hosts, cuts, threshold))

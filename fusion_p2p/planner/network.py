@@ -11,7 +11,6 @@ import numpy.typing as npt
 from fusion_p2p.errors import InputError
 from fusion_p2p.planner.workload import Floats, Workload
 
-Bools = npt.NDArray[np.bool_]
 LOOPBACK_BYTES_PER_S, LOOPBACK_LATENCY_S = 4e9, 1e-5  # between processes of one machine
 MEMORY_SHARE = 0.9  # of a device's memory that a stage may fill; the rest is fragmentation and the allocator's
 

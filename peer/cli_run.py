@@ -5,13 +5,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-if TYPE_CHECKING:
-    from peer.config import Config
-    from peer.lab.chaos import Fault
+from peer.cli_run_options import (
+    ChaosOption,
+    CheckpointOption,
+    Json,
+    LocalOption,
+    MinutesOption,
+    NoCompute,
+    NumericLogOption,
+    ReportOption,
+    Run,
+    RunDir,
+    StepsOption,
+    SwarmOption,
+    adjusted,
+    faults_of,
+)
 
 EXIT_CODES = """Exit codes: 0 done, 1 a defect of this program or its host, 2 bad input (one line names the fix),
 3 the swarm was lost on the way, 4 paused: a peer was lost and no other could take its stage (resume it),
@@ -25,47 +38,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or the name of one under runs/.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-SwarmOption = Annotated[
-    str | None,
-    typer.Option(metavar="ADDR", help="Address of a peer of the swarm. Default: swarm.address, $FUSION_SWARM, the last "
-                 "swarm joined."),
-]  # fmt: skip
-LocalOption = Annotated[
-    int | None, typer.Option(metavar="N", min=1, max=64, help="Start N volunteer processes here instead of a swarm.")
-]
-StepsOption = Annotated[int | None, typer.Option(metavar="N", min=1, help="Steps in all. Default: run.steps.")]
-MinutesOption = Annotated[
-    float | None, typer.Option(metavar="M", min=0, help="Stop training M minutes from now. Default: run.minutes.")
-]
-ReportOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write losses, times, plan, bytes, events, weights' hash as JSON.")
-]
-NoCompute = Annotated[bool, typer.Option("--no-compute", help="This machine's own device hosts no stage.")]
-RunDir = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Run folder. Default: run.dir, else runs/NAME under this folder.")
-]
-ChaosOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SEED[:FAULTS]",
-        help="With --local: let FAULTS (5) of the volunteers' processes be killed, frozen, cut off and so on while it "
-        "trains, and say whether the weights are those of an undisturbed run.",
-    ),
-]
-NumericLogOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="numeric_log.jsonl of another run of this configuration: its cuts and codecs, from the same steps on, so "
-        "that the weights are the same.",
-    ),
-]
-CheckpointOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="A step-… folder. Default: the run's newest checkpoint.")
-]
 
 
 @app.command()
@@ -84,8 +56,8 @@ def train(
     """Start a run: share the model out, train it, save a checkpoint, show the curve and a sample."""
     from peer import config as configuration
 
-    settings = _adjusted(configuration.load(config), swarm, local, steps, minutes, no_compute)
-    faults = _faults(settings, chaos)
+    settings = adjusted(configuration.load(config), swarm, local, steps, minutes, no_compute)
+    faults = faults_of(settings, chaos)
     from peer import run_training  # torch comes with it: a bad configuration is answered before
 
     _end(run_training.train(settings, run_dir=run_dir, report=report, faults=faults, numeric_log=numeric_log))
@@ -106,7 +78,7 @@ def resume(
     from peer.run_index import find_run, load_config
 
     folder = find_run(run)
-    settings = _adjusted(load_config(folder), swarm, local, steps, minutes, no_compute)
+    settings = adjusted(load_config(folder), swarm, local, steps, minutes, no_compute)
     _end(run_training.resume(settings, folder, report=report))
 
 
@@ -130,7 +102,7 @@ def fork(
     from peer.run_index import find_run
 
     origin = checkpoints.find(checkpoint or find_run(run))
-    settings = _adjusted(configuration.load(config), swarm, local, steps, minutes, no_compute)
+    settings = adjusted(configuration.load(config), swarm, local, steps, minutes, no_compute)
     _end(run_training.train(settings, run_dir=run_dir, report=report, origin=origin))
 
 
@@ -341,44 +313,6 @@ def init(preset: Annotated[str, typer.Argument(metavar="gpt2|resnet", help="Kind
     from peer.config_text import render
 
     print(render(preset), end="")
-
-
-def _adjusted(
-    config: Config, swarm: str | None, local: int | None, steps: int | None, minutes: float | None, no_compute: bool
-) -> Config:
-    """The configuration with the command line's changes."""
-    from fusion_p2p.errors import InputError
-    from peer.config import replace
-
-    if swarm is not None and local is not None:
-        raise InputError("--swarm and --local exclude each other; give one of them")
-    changes: dict[str, dict[str, Any]] = {"swarm": {}, "run": {}}
-    if swarm is not None:
-        changes["swarm"] |= {"address": swarm, "local": 0}
-    if local is not None:
-        changes["swarm"] |= {"local": local, "address": ""}
-    if no_compute:
-        changes["swarm"]["compute"] = False
-    if steps is not None:
-        changes["run"]["steps"] = steps
-    if minutes is not None:
-        changes["run"]["minutes"] = minutes
-    for section, values in changes.items():
-        if values:
-            config = replace(config, section, **values)
-    return config
-
-
-def _faults(config: Config, chaos: str | None) -> tuple[Fault, ...] | None:
-    """The schedule of --chaos, None without it."""
-    if chaos is None:
-        return None
-    from fusion_p2p.errors import InputError
-    from peer.lab.chaos import LEAST_ALIVE, parse, schedule
-
-    if config.swarm.local <= LEAST_ALIVE:
-        raise InputError(f"--chaos needs volunteers of its own to kill: give --local {LEAST_ALIVE + 2} or more")
-    return schedule(*parse(chaos), config.run.steps)
 
 
 def _request(run: str, command: Any) -> None:

@@ -1,0 +1,91 @@
+"""What the commands of `fusion-run` have in common: their options, and the configuration as these change it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from peer.config import Config
+    from peer.lab.chaos import Fault
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or the name of one under runs/.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+SwarmOption = Annotated[
+    str | None,
+    typer.Option(metavar="ADDR", help="Address of a peer of the swarm. Default: swarm.address, $FUSION_SWARM, the last "
+                 "swarm joined."),
+]  # fmt: skip
+LocalOption = Annotated[
+    int | None, typer.Option(metavar="N", min=1, max=64, help="Start N volunteer processes here instead of a swarm.")
+]
+StepsOption = Annotated[int | None, typer.Option(metavar="N", min=1, help="Steps in all. Default: run.steps.")]
+MinutesOption = Annotated[
+    float | None, typer.Option(metavar="M", min=0, help="Stop training M minutes from now. Default: run.minutes.")
+]
+ReportOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write losses, times, plan, bytes, events, weights' hash as JSON.")
+]
+NoCompute = Annotated[bool, typer.Option("--no-compute", help="This machine's own device hosts no stage.")]
+RunDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Run folder. Default: run.dir, else runs/NAME under this folder.")
+]
+ChaosOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SEED[:FAULTS]",
+        help="With --local: let FAULTS (5) of the volunteers' processes be killed, frozen, cut off and so on while it "
+        "trains, and say whether the weights are those of an undisturbed run.",
+    ),
+]
+NumericLogOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="numeric_log.jsonl of another run of this configuration: its cuts and codecs, from the same steps on, so "
+        "that the weights are the same.",
+    ),
+]
+CheckpointOption = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="A step-… folder. Default: the run's newest checkpoint.")
+]
+
+
+def adjusted(
+    config: Config, swarm: str | None, local: int | None, steps: int | None, minutes: float | None, no_compute: bool
+) -> Config:
+    """The configuration with the command line's changes."""
+    from fusion_p2p.errors import InputError
+    from peer.config import replace
+
+    if swarm is not None and local is not None:
+        raise InputError("--swarm and --local exclude each other; give one of them")
+    changes: dict[str, dict[str, Any]] = {"swarm": {}, "run": {}}
+    if swarm is not None:
+        changes["swarm"] |= {"address": swarm, "local": 0}
+    if local is not None:
+        changes["swarm"] |= {"local": local, "address": ""}
+    if no_compute:
+        changes["swarm"]["compute"] = False
+    if steps is not None:
+        changes["run"]["steps"] = steps
+    if minutes is not None:
+        changes["run"]["minutes"] = minutes
+    for section, values in changes.items():
+        if values:
+            config = replace(config, section, **values)
+    return config
+
+
+def faults_of(config: Config, chaos: str | None) -> tuple[Fault, ...] | None:
+    """The schedule of --chaos, None without it."""
+    if chaos is None:
+        return None
+    from fusion_p2p.errors import InputError
+    from peer.lab.chaos import LEAST_ALIVE, parse, schedule
+
+    if config.swarm.local <= LEAST_ALIVE:
+        raise InputError(f"--chaos needs volunteers of its own to kill: give --local {LEAST_ALIVE + 2} or more")
+    return schedule(*parse(chaos), config.run.steps)

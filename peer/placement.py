@@ -1,14 +1,14 @@
-"""Who hosts what: the one door through which the trainer asks for a plan, and what happens to it when peers are lost.
+"""Who hosts what: the one door through which the trainer asks for a plan.
 
 `make_plan` plans with OP-Fence (fusion_p2p.planner; DESIGN section 5) on what the swarm offers and measured, `revise`
-once more with what the trial steps took. Pure: no sockets, no clock.
+once more with what the trial steps took; `rehost` has what becomes of a plan when peers are lost. Pure.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -19,7 +19,6 @@ from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics, Plan, Prediction, StagePlacement
 from fusion_p2p.planner import AtomTimes, Constraints, Ladder, Proposal, Workload, from_atoms
 from fusion_p2p.planner.explain import choices as choices_of
-from fusion_p2p.planner.network import MEMORY_SHARE
 from fusion_p2p.planner.opfence import Best, Searched
 from fusion_p2p.planner.proposal import finish, make_costs
 from peer.channel_io import log_bytes
@@ -27,6 +26,7 @@ from peer.offers import DeviceOffer, SwarmLinks, network_of, sources
 from peer.plan_codecs import Channel, choices, ladder_for, link_codecs, neighbours, rungs_of, with_rungs
 from peer.plan_durability import interval, keepers
 from peer.plan_hosts import OPFENCE, device_of, propose, propose_by
+from peer.stage_load import Load, mib, stage_bytes
 
 if TYPE_CHECKING:
     from fusion_p2p.workload import Atom
@@ -61,16 +61,6 @@ class PlanRequest:
     mark_interval: int = 0  # steps between complete sets; 0: none is promised, so nothing is logged
     ladder: Ladder | None = None  # of "adatopk", as measured on the model; None: the default
     shape: AtomTimes | None = None  # of the atoms on some one CPU: their proportions count; None: those of their FLOPs
-
-
-class NoRoomError(InputError):
-    """No volunteer has `need_bytes` of device memory free for stage `stage`."""
-
-    def __init__(self, stage: int, need_bytes: int) -> None:
-        super().__init__(
-            f"no volunteer has {_mib(need_bytes)} free for stage {stage}; it waits for one: fusion-peer join ADDRESS"
-        )
-        self.stage, self.need_bytes = stage, need_bytes
 
 
 def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> Plan:
@@ -146,7 +136,7 @@ def _plan(
     hosts: Sequence[DeviceOffer],
     why: Sequence[str],
 ) -> Plan:
-    load = _Load(atoms, request.base.micro_batches, request.state_factor)
+    load = Load(atoms, request.base.micro_batches, request.state_factor)
     spans = list(pairwise((0, *numerics.cuts, len(atoms))))
     windows = [load.window(a, b, h.memory_bytes, w) for (a, b), h, w in zip(spans, hosts, p.windows, strict=True)]
     kept, upload_s = keepers(atoms, numerics.cuts, hosts, offers, request.links)
@@ -190,7 +180,7 @@ def _reasons(
     for k, (a, b) in enumerate(pairwise(p.chain.bounds(p.workload.atoms))):
         lines.append(
             f"stage {k}: operators' atoms {a}..{b - 1}, {p.score.stage_s[k] * 1e3:.3g} ms a micro-batch, "
-            f"{_mib(stage_bytes[k])} of {_mib(devices[k].memory_bytes)}"
+            f"{mib(stage_bytes[k])} of {mib(devices[k].memory_bytes)}"
         )
     lines += [*choices_of(p), *why, *sources(offers, request.links)]
     lines += [
@@ -298,163 +288,20 @@ def proposal_of(plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer]
     return with_rungs(finish(costs, Searched([best], 0.0, ()), Constraints()), rungs)
 
 
-# --- losses
-
-
-def recovery_group(plan: Plan, lost: Iterable[int], edges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """The stages that roll back when those of `lost` are rebuilt; `edges`: pairs of stages that exchange frames."""
-    logged = {p.stage for p in plan.placement if p.logged}
-    joined = [pair for pair in edges if not logged.issuperset(pair)]
-    group, grows = set(lost), True
-    while grows:
-        reached = {stage for pair in joined if group.intersection(pair) for stage in pair}
-        grows = not reached <= group
-        group |= reached
-    return tuple(sorted(group))
-
-
-def rehost(
-    plan: Plan,
-    lost: frozenset[str],
-    group: Sequence[int],
-    atoms: Sequence[Atom],
-    offers: Sequence[DeviceOffer],
-    factor: float,
-    nominees: Sequence[str] = (),
-) -> Plan:
-    """The plan with every stage of the peers `lost` on another device: a spare if one has room, else beside others.
-
-    `nominees`: peers that the lost ones' fence leader proposes; one that is free and has room is taken first.
-
-    The numerics and all other hosts stay; the stages of `group` get the next incarnation, wherever they are.
-    NoRoomError if no device has room.
-    """
-    load = _Load(atoms, plan.numerics.micro_batches, factor)
-    bounds = (0, *plan.numerics.cuts, load.n)
-    window = {p.stage: p.window for p in plan.placement}
-    left = [o for o in offers if o.peer not in lost and o.device_class == plan.numerics.device_class]
-    placed: dict[int, DeviceOffer] = {}
-    moved = []
-    for p in plan.placement:
-        host = next((o for o in left if (o.peer, o.device) == (p.peer, p.device)), None)
-        if p.peer in lost:
-            moved.append(p)
-        elif host is not None:
-            placed[p.stage] = host
-    new = {}
-    for p in sorted(moved, key=lambda p: -load.flops(bounds[p.stage], bounds[p.stage + 1])):
-        need = load.bytes(bounds[p.stage], bounds[p.stage + 1], p.window)
-        work = load.flops(bounds[p.stage], bounds[p.stage + 1])
-        ready = []
-        for i, o in enumerate(left):
-            here = [k for k, h in placed.items() if (h.peer, h.device) == (o.peer, o.device)]
-            used = sum(load.bytes(bounds[k], bounds[k + 1], window[k]) for k in here)
-            busy = sum(load.flops(bounds[k], bounds[k + 1]) for k in here)
-            if used + need <= o.memory_bytes:
-                proposed = not here and o.peer in nominees
-                ready.append((not proposed, (busy + work) * o.correction / o.flops_per_s, i))
-        if not ready:
-            raise NoRoomError(p.stage, need)
-        placed[p.stage] = left[min(ready)[2]]
-        new[p.stage] = placed[p.stage]
-
-    def sent(stage: int) -> int:
-        return load.sent_bytes(bounds[stage], bounds[stage + 1])
-
-    names = ", ".join(sorted(peer[-8:] for peer in lost))
-    used_peers = {p.peer for p in plan.placement if p.peer not in lost} | {h.peer for h in new.values()}
-    return msgspec.structs.replace(
-        plan,
-        number=plan.number + 1,
-        placement=tuple(
-            msgspec.structs.replace(
-                p,
-                peer=placed[p.stage].peer,
-                device=placed[p.stage].device,
-                incarnation=plan.number + 1,
-                buddies=(),
-                logged=p.logged and plan.mark_interval * sent(p.stage) <= log_bytes(placed[p.stage].memory_bytes),
-            )
-            if p.stage in group or p.stage in new
-            else p
-            for p in plan.placement
-        ),
-        spares=tuple(dict.fromkeys(o.peer for o in left if o.peer not in used_peers)),
-        reasons=(
-            *plan.reasons,
-            *(f"stage {k} moved to {h.peer[-8:]}: {names} was lost" for k, h in sorted(new.items())),
-        ),
-    )
-
-
 def wanted_bytes(atoms: Sequence[Atom], request: PlanRequest, peers: int) -> int:
     """Device memory that each of `peers` volunteers should offer for the whole model to fit, one micro-batch each."""
-    load = _Load(atoms, request.base.micro_batches, request.state_factor)
+    load = Load(atoms, request.base.micro_batches, request.state_factor)
     largest = max(load.bytes(a, a + 1, 1) for a in range(load.n))
     return max(largest, math.ceil(load.bytes(0, load.n, 1) / peers))
 
 
-def relocated(plan: Plan, target: Plan, group: Sequence[int], *, number: int, reason: str) -> Plan:
-    """`plan` with the stages of `group` where `target`, of the same numerics, has them, each a new incarnation."""
-    placement = tuple(
-        msgspec.structs.replace(target.host(p.stage), incarnation=number, buddies=()) if p.stage in group else p
-        for p in plan.placement
-    )
-    return msgspec.structs.replace(
-        target, number=number, placement=placement, reasons=(*target.reasons, *([reason] if reason else []))
-    )
-
-
-def stage_bytes(plan: Plan, stage: int, atoms: Sequence[Atom], state_factor: float) -> int:
-    """What this planner thinks that a stage needs; a volunteer's trial step knows better."""
-    load = _Load(atoms, plan.numerics.micro_batches, state_factor)
-    bounds = (0, *plan.numerics.cuts, load.n)
-    return load.bytes(bounds[stage], bounds[stage + 1], plan.host(stage).window)
-
-
-class _Load:
-    """Prefix sums over the atoms."""
-
-    def __init__(self, atoms: Sequence[Atom], micro_batches: int, state_factor: float) -> None:
-        self.n = len(atoms)
-        self._micro_batches = micro_batches
-        self._cuts = [*((a.cut_bytes, a.cut_weight_bytes) for a in atoms), (0, 0)]
-        self._flops, self._state, self._activations = [0.0], [0.0], [0]
-        for a in atoms:
-            fixed = max(0, a.weight_bytes - 4 * a.parameters)  # frozen weights and buffers are there once
-            self._flops.append(self._flops[-1] + a.forward_flops + a.backward_flops)
-            self._state.append(self._state[-1] + 4 * a.parameters * state_factor + fixed)
-            self._activations.append(self._activations[-1] + a.stash_bytes)
-
-    def window(self, a: int, b: int, memory_bytes: int, wanted: int) -> int:
-        """Micro-batches in flight: as many as `wanted`, fewer where memory is short."""
-        stash = self._activations[b] - self._activations[a]
-        room = MEMORY_SHARE * memory_bytes - (self._state[b] - self._state[a])
-        return max(1, min(wanted, int(room / stash))) if stash else wanted
-
-    def flops(self, a: int, b: int) -> float:
-        return self._flops[b] - self._flops[a]
-
-    def sent_bytes(self, a: int, b: int) -> int:
-        """What atoms a..b-1 send in a step, dense: activations up, gradients down, shared weights either way."""
-        ends = [self._cuts[at] for at in (a, b) if 0 < at < self.n]
-        return 1 + sum(self._micro_batches * activations + shared for activations, shared in ends)
-
-    def bytes(self, a: int, b: int, window: int) -> int:
-        return math.ceil(self._state[b] - self._state[a]) + (self._activations[b] - self._activations[a]) * window
-
-
 def _shortage(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> str:
-    load = _Load(atoms, request.base.micro_batches, request.state_factor)
+    load = Load(atoms, request.base.micro_batches, request.state_factor)
     need = load.bytes(0, load.n, 1)
     have = sum(o.memory_bytes for o in offers)
     largest = max(load.bytes(a, a + 1, 1) for a in range(load.n))
     return (
-        f"too little memory in the swarm: the model needs about {_mib(need)} (its largest piece {_mib(largest)}), "
-        f"{len(offers)} device(s) offer {_mib(have)}; ask for more volunteers, raise their --memory, "
+        f"too little memory in the swarm: the model needs about {mib(need)} (its largest piece {mib(largest)}), "
+        f"{len(offers)} device(s) offer {mib(have)}; ask for more volunteers, raise their --memory, "
         f"or use a smaller micro-batch"
     )
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

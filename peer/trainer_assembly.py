@@ -27,7 +27,7 @@ from fusion_p2p.workload import Atom
 from peer.channel_io import ChannelSettings
 from peer.errors import RefusedError
 from peer.offers import DeviceOffer
-from peer.placement import PlanRequest, make_plan, revise, stage_bytes
+from peer.placement import PlanRequest, make_plan, revise
 from peer.protocol import (
     PROTOCOL_VERSION,
     Accepted,
@@ -47,6 +47,7 @@ from peer.protocol import (
     Suspect,
 )
 from peer.signing import is_successor, new_session_key, public_bytes, sign
+from peer.stage_load import stage_bytes
 from peer.trainer_host import Host, HostLost
 
 CERT_S = 24 * 3600.0

@@ -9,7 +9,8 @@ import msgspec
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Plan
-from peer.placement import NoRoomError, PlanRequest, recovery_group, rehost
+from peer.placement import PlanRequest
+from peer.rehost import NoRoomError, recovery_group, rehost
 from peer.trainer_host import RunPaused
 from peer.trainer_live import Live
 

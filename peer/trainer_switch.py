@@ -18,9 +18,10 @@ from fusion_p2p.plan import NumericLogEntry, Numerics, Plan
 from fusion_p2p.snapshot import from_bytes, redistribute, to_bytes
 from fusion_p2p.split import split
 from peer.offers import DeviceOffer
-from peer.placement import proposal_of, recovery_group, relocated
+from peer.placement import proposal_of
 from peer.plan_change import Advice, hosts, prior_s, still_pays
 from peer.plan_rates import corrections
+from peer.rehost import recovery_group, relocated
 from peer.signing import sign
 from peer.trainer_assembly import MAX_PLANS, Refusal
 from peer.trainer_host import RunPaused

@@ -15,9 +15,10 @@ from fusion_p2p.plan import Numerics, Plan
 from fusion_p2p.planner import Link
 from fusion_p2p.workload import Atom
 from peer.offers import DeviceOffer, SwarmLinks
-from peer.placement import PlanRequest, make_plan, proposal_of, relocated
+from peer.placement import PlanRequest, make_plan, proposal_of
 from peer.plan_change import Advice, Adviser, consider, hosts, prior_s, still_pays
 from peer.plan_rates import Rates, steady
+from peer.rehost import relocated
 
 LAYERS, MICRO_BATCHES = 24, 8
 FLOPS = 10**9  # of an atom; a device of rate 1e10 takes 0.1 s

@@ -16,16 +16,9 @@ from fusion_p2p.planner import Link
 from fusion_p2p.workload import Atom
 from peer.channel_io import log_bytes
 from peer.offers import DeviceOffer, SwarmLinks
-from peer.placement import (
-    NoRoomError,
-    PlanRequest,
-    make_plan,
-    recovery_group,
-    rehost,
-    revise,
-    stage_bytes,
-    wanted_bytes,
-)
+from peer.placement import PlanRequest, make_plan, revise, wanted_bytes
+from peer.rehost import NoRoomError, recovery_group, rehost
+from peer.stage_load import stage_bytes
 from peer.trainer_figures import codec_reasons
 
 BASE = Numerics(cuts=(), micro_batches=4, micro_batch_size=2)

@@ -23,8 +23,8 @@ from peer.data import Batch
 from peer.data_stream import SpooledSource, in_parts
 from peer.events import EvalResult, Happening, Sink, StepResult
 from peer.report import Report, TrainSummary, summary
-from peer.trainer import AHEAD, step_result
-from peer.trainer_ticks import TickResult
+from peer.trainer import AHEAD
+from peer.trainer_ticks import TickResult, step_result
 
 REPORT_WAIT_S = 4.0
 

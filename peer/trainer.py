@@ -8,31 +8,28 @@ no volunteer takes a lost stage in time the run pauses: RunPaused.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Self, TypeVar
+from typing import Self
 
 import torch
 
-from dht.errors import DhtError
 from dht.transport import Transport
-from fusion_p2p.adatopk import observe
-from fusion_p2p.errors import FrameError, FusionError
-from fusion_p2p.frame import Kind, StepHeader
+from fusion_p2p.errors import FrameError
+from fusion_p2p.frame import StepHeader
 from fusion_p2p.ir import OpDag
 from fusion_p2p.plan import NumericLogEntry, Numerics, Plan
 from fusion_p2p.release import cut_batch, release
 from fusion_p2p.split import StageProgram, split
 from fusion_p2p.workload import atoms
-from peer.errors import WireError, is_disk_full
-from peer.events import PlanAdopted, Sink, StepResult
+from peer.events import PlanAdopted, Sink
 from peer.links import Links
 from peer.numeric_log import ahead, in_force
 from peer.offers import DeviceOffer
 from peer.placement import wanted_bytes
 from peer.protocol import BlobRef
+from peer.session_tasks import SessionTasks
 from peer.signing import sign
 from peer.trainer_adopt import Adopted, Replay, adopt, note_hosts, note_release
 from peer.trainer_assembly import Assembly, Refusal, Session
@@ -47,14 +44,10 @@ from peer.trainer_spares import Spares
 from peer.trainer_state import Manifest, RunFolder, StageFile
 from peer.trainer_swarm import Swarm
 from peer.trainer_switch import Switch
-from peer.trainer_ticks import TickBook, TickResult
+from peer.trainer_ticks import TickBook, TickResult, bound, step_result
 from peer.trainer_watch import Watch
 
-log = logging.getLogger(__name__)
-
 AHEAD = 2  # ticks released before the oldest is done: the next one's data is there when a stage is free
-MAX_REPORT_BYTES = 4096
-T = TypeVar("T")
 
 
 class Trainer:
@@ -73,6 +66,8 @@ class Trainer:
         sink: Sink,
         own_addresses: Callable[[], tuple[str, ...]] = lambda: (),
     ) -> None:
+        self._tasks = SessionTasks(self._fail)
+        self.spawn = self._tasks.spawn
         assembly = Assembly(
             transport,
             session,
@@ -106,8 +101,6 @@ class Trainer:
         self._slots = asyncio.Semaphore(AHEAD)
         self._new_from = 0  # earlier ticks were released before, by another session
         self._results: dict[int, asyncio.Future[TickResult]] = {}
-        self._failed: asyncio.Future[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def plan(self) -> Plan:
@@ -131,60 +124,22 @@ class Trainer:
     # --- life
 
     async def __aenter__(self) -> Self:
-        self._failed = asyncio.get_running_loop().create_future()
+        self._tasks.begin()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:  # first, so that none of them takes leaving hosts for lost ones
-            task.cancel()
+        tasks = self._tasks.cancel()  # first, so that none of them takes leaving hosts for lost ones
         await self._live.assembly.leave("the trainer ends")
         if tasks:
             await asyncio.wait(tasks)
         if self._live.placed is not None:
             await self._live.placed.links.__aexit__(None, None, None)
-        if self._failed is not None and self._failed.done():
-            self._failed.exception()  # seen
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` until the session ends; its failure is the session's."""
-        task = asyncio.create_task(self._guard(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """The top of each task of the session: whatever ends one ends the session, by name."""
-        try:
-            await work
-        except (FusionError, DhtError) as error:
-            self._fail(error)
-        except Exception as error:
-            if not is_disk_full(error):
-                log.exception("a task of the trainer failed")
-            self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        if self._failed is not None and not self._failed.done():
-            self._failed.set_exception(error)
         for waiter in self._results.values():
             if not waiter.done():
                 waiter.set_exception(error)
                 waiter.exception()  # the one who awaits it sees it; nobody else need
-
-    async def _or_fail(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`, or the session's failure if that comes first."""
-        assert self._failed is not None
-        task = asyncio.ensure_future(work)
-        try:
-            either: list[asyncio.Future[Any]] = [task, self._failed]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                self._failed.result()
-            return await task
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
 
     # --- starting
 
@@ -194,7 +149,7 @@ class Trainer:
         A folder with a complete set goes on from it, with `replay` from where its stages are if they still run; a new
         one begins with the set at tick 0.
         """
-        return await self._or_fail(self._start(data_state, replay))
+        return await self._tasks.or_fail(self._start(data_state, replay))
 
     async def _start(self, data_state: bytes, replay: Replay | None) -> Plan:
         live = self._live
@@ -268,7 +223,7 @@ class Trainer:
             live.assembly.me,
             live.run,
             live.session.epoch,
-            bound=_bound,
+            bound=bound,
             logged=lambda dst: True,
             start_tick=manifest.tick,
             settings=live.options.channels,
@@ -344,7 +299,7 @@ class Trainer:
 
         Waits while AHEAD ticks are open. InputError for a batch that is not what was captured.
         """
-        return await self._or_fail(self._release(feed, training))
+        return await self._tasks.or_fail(self._release(feed, training))
 
     async def _release(self, feed: Mapping[int, torch.Tensor], training: bool) -> asyncio.Future[TickResult]:
         live = self._live
@@ -368,7 +323,7 @@ class Trainer:
 
     async def wait(self, future: asyncio.Future[TickResult]) -> TickResult:
         """The result of a released tick."""
-        return await self._or_fail(_result(future))
+        return await self._tasks.or_fail(_result(future))
 
     async def _collect(self, now: Placed) -> None:
         def last_tick() -> int | None:  # of ticks that an earlier session released: they come before we ask
@@ -396,13 +351,13 @@ class Trainer:
 
     async def mark(self, data_state: bytes) -> bool:
         """See `SetKeeper.begin`."""
-        return await self._or_fail(self.sets.begin(data_state))
+        return await self._tasks.or_fail(self.sets.begin(data_state))
 
     async def save(self, data_state: bytes) -> Manifest:
         """See `SetKeeper.save`. A change of plan that is due happens here; then the set is of the new cuts."""
-        await self._or_fail(self.sets.save(data_state))
+        await self._tasks.or_fail(self.sets.save(data_state))
         before = self.plan
-        advice = await self._or_fail(self._switch.carry_out())
+        advice = await self._tasks.or_fail(self._switch.carry_out())
         if self.plan is not before:
             self._balance.changed(advice)
         return self._live.now.newest
@@ -412,28 +367,6 @@ async def _result(future: asyncio.Future[TickResult]) -> TickResult:
     return await future
 
 
-def step_result(result: TickResult) -> StepResult:
-    """A training tick as watchers see it."""
-    seen = observe(result.header.step, result.loss, result.reports)
-    return StepResult(
-        step=result.header.step,
-        loss=result.loss,
-        step_time_s=result.time_s,
-        samples=sum(result.header.sizes),
-        tokens=result.tokens,
-        stages={s: (r.forward_s + r.backward_s + r.update_s, r.wait_s) for s, r in result.reports.items()},
-        sent={s: r.sent.hex() for s, r in sorted(result.reports.items())},
-        cuts={f"{a}-{b}": (norm, seen.biases.get((a, b), 0.0)) for (a, b), norm in seen.norms.items()},
-    )
-
-
 def _tokens(feed: Mapping[int, torch.Tensor]) -> int:
     """Elements of the largest integer input with more than one dimension."""
     return max((x.numel() for x in feed.values() if x.dim() > 1 and not x.is_floating_point()), default=0)
-
-
-def _bound(src: int, kind: Kind, value: int) -> int:
-    """What stages may send to the trainer."""
-    if kind not in (Kind.LOSS, Kind.DONE):
-        raise WireError(f"stage {src} sends a {kind.name} frame to the trainer")
-    return 4 if kind is Kind.LOSS else MAX_REPORT_BYTES

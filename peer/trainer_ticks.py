@@ -12,10 +12,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from fusion_p2p.adatopk import observe
 from fusion_p2p.errors import FrameError
 from fusion_p2p.frame import Frame, Kind, StepHeader, TickReport
 from fusion_p2p.sent import DIGEST_BYTES
+from peer.errors import WireError
+from peer.events import StepResult
 
+MAX_REPORT_BYTES = 4096
 _LOSS = struct.Struct("<f")
 _REPORT = msgspec.msgpack.Decoder(TickReport)
 
@@ -97,6 +101,28 @@ class TickBook:
         loss = sum(held.losses[m] * size for m, size in enumerate(sizes)) / sum(sizes)
         time_s, self._last_s = now_s - max(held.released_s, self._last_s), now_s
         return TickResult(frame.tick, held.header, loss, held.tokens, held.reports, time_s)
+
+
+def step_result(result: TickResult) -> StepResult:
+    """A training tick as watchers see it."""
+    seen = observe(result.header.step, result.loss, result.reports)
+    return StepResult(
+        step=result.header.step,
+        loss=result.loss,
+        step_time_s=result.time_s,
+        samples=sum(result.header.sizes),
+        tokens=result.tokens,
+        stages={s: (r.forward_s + r.backward_s + r.update_s, r.wait_s) for s, r in result.reports.items()},
+        sent={s: r.sent.hex() for s, r in sorted(result.reports.items())},
+        cuts={f"{a}-{b}": (norm, seen.biases.get((a, b), 0.0)) for (a, b), norm in seen.norms.items()},
+    )
+
+
+def bound(src: int, kind: Kind, value: int) -> int:
+    """What stages may send to the trainer."""
+    if kind not in (Kind.LOSS, Kind.DONE):
+        raise WireError(f"stage {src} sends a {kind.name} frame to the trainer")
+    return 4 if kind is Kind.LOSS else MAX_REPORT_BYTES
 
 
 def _report(frame: Frame, stages: int) -> TickReport:

@@ -29,9 +29,9 @@ from peer.selfdial import SelfDial
 from peer.signing import public_bytes
 from peer.trainer import Trainer
 from peer.trainer_adopt import Replay
-from peer.trainer_assembly import Session
 from peer.trainer_live import TrainerOptions
 from peer.trainer_publish import Publisher
+from peer.trainer_session import Session
 from peer.trainer_state import RunFolder
 from peer.trainer_swarm import Swarm
 

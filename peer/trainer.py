@@ -32,13 +32,14 @@ from peer.protocol import BlobRef
 from peer.session_tasks import SessionTasks
 from peer.signing import sign
 from peer.trainer_adopt import Adopted, Replay, adopt, note_hosts, note_release
-from peer.trainer_assembly import Assembly, Refusal, Session
+from peer.trainer_assembly import Assembly, Refusal
 from peer.trainer_balance import Balance
 from peer.trainer_gate import Gate
 from peer.trainer_hearing import Hearing
 from peer.trainer_ladder import ladder_of_run
 from peer.trainer_live import Live, Placed, TrainerOptions
 from peer.trainer_repair import Repair
+from peer.trainer_session import Session
 from peer.trainer_sets import SetKeeper, new_manifest
 from peer.trainer_spares import Spares
 from peer.trainer_state import Manifest, RunFolder, StageFile

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dht.errors import DhtError
 from dht.transport import Transport
@@ -29,28 +28,21 @@ from peer.errors import RefusedError
 from peer.offers import DeviceOffer
 from peer.placement import PlanRequest, make_plan, revise
 from peer.protocol import (
-    PROTOCOL_VERSION,
     Accepted,
-    Assignment,
     BlobRef,
     Connect,
     Drop,
     Endpoint,
-    Hello,
     Renew,
-    RunSpec,
-    SessionCert,
-    Signed,
     StageFault,
     StageOffer,
     StageStatus,
     Suspect,
 )
-from peer.signing import is_successor, new_session_key, public_bytes, sign
 from peer.stage_load import stage_bytes
 from peer.trainer_host import Host, HostLost
+from peer.trainer_session import CERT_S, Credentials, Session
 
-CERT_S = 24 * 3600.0
 RENEW_LOOK_S = 60.0
 MAX_PLANS = 16  # plans tried before a run gives up on volunteers that refuse
 MEMORY_MARGIN = 0.95
@@ -69,17 +61,6 @@ class Refusal:
     needed: int = 0
     cap: int = 0
     gone: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
-    """Who speaks: the run, its owner, and this session's epoch."""
-
-    signed_spec: Signed
-    spec: RunSpec
-    owner_key: Ed25519PrivateKey
-    epoch: int
-    clock: Callable[[], float]
 
 
 class Assembly:
@@ -102,7 +83,7 @@ class Assembly:
         self._transport, self._session, self._channels = transport, session, channels
         self._opdag, self._opdag_hash = dag.to_bytes(), dag.hash
         self._spawn, self._on_lost, self._on_fault, self._on_status = spawn, on_lost, on_fault, on_status
-        self._session_key = new_session_key()
+        self._credentials = Credentials(session, transport.peer_id, dag.hash)
         self._hosts: dict[str, Host] = {}
         self._opening: dict[str, asyncio.Lock] = {}
         self._accepted: dict[int, tuple[StagePlacement, Accepted]] = {}
@@ -333,11 +314,11 @@ class Assembly:
             peer,
             on_status=self._on_status,
             on_fault=self._on_fault,
-            is_successor=lambda cert: is_successor(cert, self._session.spec, self._session.epoch),
+            is_successor=self._credentials.is_successor,
             channels=self._channels,
         )
         try:
-            await host.open(self._hello())
+            await host.open(self._credentials.hello())
         except BaseException:
             host.close("not admitted")
             raise
@@ -357,20 +338,6 @@ class Assembly:
                 host.close(lost.reason)
                 self._on_lost(host.peer, lost.reason)
 
-    def _hello(self) -> Hello:
-        return Hello(version=PROTOCOL_VERSION, spec=self._session.signed_spec, cert=self._cert())
-
-    def _cert(self) -> Signed:
-        s = self._session
-        cert = SessionCert(
-            run=s.spec.run,
-            session_key=public_bytes(self._session_key),
-            trainer_peer=self._transport.peer_id,
-            epoch=s.epoch,
-            expires=s.clock() + CERT_S,
-        )
-        return sign(cert, s.owner_key)
-
     async def keep_certified(self, look_s: float = RENEW_LOOK_S) -> None:
         """Renew the session's certificate everywhere once half of its life is over; for as long as the session."""
         issued = self._session.clock()
@@ -379,29 +346,16 @@ class Assembly:
             now = self._session.clock()
             if now - issued < CERT_S / 2:
                 continue
-            issued, cert = now, self._cert()
+            issued, cert = now, self._credentials.cert()
             for host in list(self._hosts.values()):
                 with contextlib.suppress(HostLost):  # `_watch` tells
                     await host.send(Renew(cert=cert))
 
     def _offer(self, plan: Plan, p: StagePlacement, host: Host, state: BlobRef, first_tick: int) -> StageOffer:
-        s = self._session
-        assignment = Assignment(
-            run=s.spec.run,
-            epoch=s.epoch,
-            plan=plan.number,
-            stage=p.stage,
-            replica=p.replica,
-            incarnation=p.incarnation,
-            opdag_hash=self._opdag_hash,
-            target_peer=p.peer,
-            device=p.device,
-            expires=s.clock() + CERT_S,
-        )
         before = self._accepted.get(p.stage)
         known = host.welcome is not None and self._opdag_hash in host.welcome.have_opdags
         return StageOffer(
-            assignment=sign(assignment, self._session_key),
+            assignment=self._credentials.assignment(plan, p),
             numerics=plan.numerics,
             window=p.window,
             opdag=b"" if known else self._opdag,

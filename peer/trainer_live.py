@@ -23,7 +23,8 @@ from peer.plan_change import SETUP_S, Advice
 from peer.plan_codecs import channels_of
 from peer.plan_rates import Rates
 from peer.protocol import BlobRef
-from peer.trainer_assembly import Assembly, Session
+from peer.trainer_assembly import Assembly
+from peer.trainer_session import Session
 from peer.trainer_state import Manifest, RunFolder
 from peer.trainer_swarm import Swarm
 from peer.trainer_ticks import TickBook

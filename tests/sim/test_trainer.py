@@ -27,9 +27,9 @@ from peer.ratelimit import Limiter
 from peer.signing import make_run_spec, new_session_key
 from peer.trainer import Trainer
 from peer.trainer_adopt import Replay
-from peer.trainer_assembly import CERT_S, Session
 from peer.trainer_host import RunPaused
 from peer.trainer_live import TrainerOptions
+from peer.trainer_session import CERT_S, Session
 from peer.trainer_state import RunFolder
 from peer.trainer_swarm import Swarm
 from tests.memory_transport import Network

@@ -14,8 +14,9 @@ from peer import signing
 from peer.channel_io import ChannelSettings
 from peer.control_io import MessageStream
 from peer.protocol import CONTROL, PROTOCOL_VERSION, Hello, Refused, SessionCert, Signed, ToVolunteer, Welcome
-from peer.trainer_assembly import Assembly, Session
+from peer.trainer_assembly import Assembly
 from peer.trainer_host import Host, HostLost, RunPaused
+from peer.trainer_session import Session
 from tests.memory_transport import Network
 from tests.unit.test_links import run
 

@@ -6,7 +6,6 @@ Executors are reached through `ExecutorProcess`, trainers through `Session`; thi
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from peer.buddy import Buddy
 from peer.errors import ExecutorDied, RefusedError
 from peer.executor_process import Death, ExecutorProcess
 from peer.executor_protocol import Adopt, FromExecutor, HostStage, Lease
-from peer.policy import OFFER_S, Fences, Leases, Policy, check_numerics, check_offer, check_run, check_state
+from peer.policy import OFFER_S, Leases, Policy, check_numerics, check_offer, check_run, check_state
 from peer.protocol import (
     Accepted,
     Assignment,
@@ -46,11 +45,10 @@ from peer.protocol import (
     Trim,
 )
 from peer.signing import check_assignment
-from peer.trainer_state import write_atomic
+from peer.volunteer_files import KeptFences, OpDags
 
 log = logging.getLogger("peer.daemon")
 
-OPDAGS_KEPT = 16
 GRACE_S = 3.5  # for a trainer to take over the stages of a volunteer that leaves; `fusion-peer leave` ends within 10 s
 RUNS_SHOWN = 256
 KEEPING = 16  # snapshots of others that are fetched at once, for one run
@@ -108,16 +106,14 @@ class Volunteer:
         self.sessions: dict[str, Session] = {}
         self.asked: Callable[[RunSpec], None] = lambda spec: None  # a run's trainer is here, before it offers anything
         self._shown: dict[str, None] = {}
-        self._home, self._changed, self._buddy = home, changed, buddy
+        self._changed, self._buddy = changed, buddy
         if buddy is not None:
             buddy.others_want = self._stages_want
         self._keeping: dict[asyncio.Task[None], str] = {}  # -> for which run
         self._empty = asyncio.Event()  # the last stage has gone
         self._going = ""  # why stages are handed over now
         self._held_back: set[str] = set()  # runs whose stages send nothing: their trainer is silent
-        self._opdags = home / "opdags"
-        self._opdags.mkdir(exist_ok=True, mode=0o700)
-        self._fences = _load_fences(home / "fences.json")
+        self._opdags, self._fences = OpDags(home), KeptFences(home)
 
     # --- what a trainer asks
 
@@ -148,7 +144,7 @@ class Volunteer:
         return any(r == run for r, _ in self.stages) or bool(self._buddy and self._buddy.keeps_for(run))
 
     def have_opdags(self) -> tuple[str, ...]:
-        return tuple(sorted(p.name for p in self._opdags.iterdir() if len(p.name) == 64))
+        return self._opdags.known()
 
     def held(self, run: str) -> tuple[Held, ...]:
         """Stages of the run that work here."""
@@ -169,9 +165,8 @@ class Volunteer:
         check_offer(self.policy, a, devices=tuple(self.executors), stages=others, state_bytes=offer.state.size)
         check_numerics(offer.numerics, offer.window)
         check_state(offer.state)
-        opdag = self._opdag(a.opdag_hash, offer.opdag)
+        opdag = self._opdags.checked(a.opdag_hash, offer.opdag)
         self._fences.check(a)
-        _save_fences(self._home / "fences.json", self._fences)
         message = HostStage(
             spec=session.spec, assignment=a, numerics=offer.numerics, window=offer.window, opdag=opdag,
             state=offer.state, first_tick=offer.first_tick, trial=offer.trial, logged=offer.logged,
@@ -207,7 +202,6 @@ class Volunteer:
                 "gone", f"stage {a.stage} runs here as incarnation {there.incarnation} on {there.device}, not as asked"
             )
         self._fences.check(a)
-        _save_fences(self._home / "fences.json", self._fences)
         stage.assignment = a
         stage.peers |= {session.cert.trainer_peer}
         await self._tell(a.device, Adopt(run=a.run, stage=a.stage))
@@ -413,40 +407,7 @@ class Volunteer:
         except ExecutorDied as error:
             log.info("%s", error)  # its stages are reported by `on_death`
 
-    def _opdag(self, opdag_hash: str, sent: bytes) -> bytes:
-        """The OP-DAG's bytes, checked against the signed hash; kept for the next offer."""
-        path = self._opdags / opdag_hash
-        if len(opdag_hash) != 64 or not set(opdag_hash) <= set("0123456789abcdef"):
-            raise RefusedError("admission", f"{opdag_hash[:80]!r} is no OP-DAG's hash")
-        raw = sent
-        if not raw:
-            if not path.is_file():
-                raise RefusedError("admission", f"OP-DAG {opdag_hash[:16]} is not here; send it with the offer")
-            raw = path.read_bytes()
-        if hashlib.blake2b(raw, digest_size=32).hexdigest() != opdag_hash:
-            raise RefusedError("admission", f"the OP-DAG's bytes do not have the signed hash {opdag_hash[:16]}")
-        if sent:
-            write_atomic(path, sent)
-            kept = sorted(self._opdags.iterdir(), key=lambda p: p.stat().st_mtime)
-            for old in kept[:-OPDAGS_KEPT]:
-                old.unlink()
-        return raw
-
 
 def minute_of_day() -> int:
     now = time.localtime()
     return now.tm_hour * 60 + now.tm_min
-
-
-def _load_fences(path: Path) -> Fences:
-    try:
-        return Fences(msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[int, int]]))
-    except FileNotFoundError:
-        return Fences()
-    except msgspec.MsgspecError as error:
-        log.warning("%s is damaged (%s): begun anew", path, error)
-        return Fences()
-
-
-def _save_fences(path: Path, fences: Fences) -> None:
-    write_atomic(path, msgspec.json.encode(fences.to_dict()))

@@ -19,7 +19,7 @@ from fusion_p2p.sent import DIGEST_BYTES
 from peer.errors import WireError
 from peer.events import StepResult
 
-MAX_REPORT_BYTES = 4096
+MAX_REPORT_BYTES = 1 << 16  # some 45 for each stage that it exchanges frames with
 _LOSS = struct.Struct("<f")
 _REPORT = msgspec.msgpack.Decoder(TickReport)
 

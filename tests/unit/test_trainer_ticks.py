@@ -10,7 +10,7 @@ import pytest
 
 from fusion_p2p.errors import FrameError
 from fusion_p2p.frame import TRAINER, CutReport, Frame, Kind, StepHeader, TickReport
-from peer.trainer_ticks import TickBook
+from peer.trainer_ticks import TickBook, bound
 
 
 def book() -> TickBook:
@@ -39,6 +39,11 @@ def test_a_report_may_hold_norms_that_are_no_numbers() -> None:
     made = book()
     assert made.take(done(0, cuts=(cut(0, 1, rms=math.nan),)), 1.0) is None
     assert made.missing() == "tick 5: 2 losses, reports of stages [1]"
+
+
+def test_a_stage_may_exchange_frames_with_a_thousand_others() -> None:
+    report = done(0, cuts=tuple(CutReport(0, 1000 + k, 10**9, 10**9, 0.1, 0.1, 0.1) for k in range(1000)))
+    assert len(report.payload) <= bound(0, Kind.DONE, 0)
 
 
 def test_a_tick_ends_with_its_last_loss_and_report() -> None:

@@ -157,12 +157,8 @@ class Assembly:
             by_peer.setdefault(placement.peer, []).append(placement)
 
         async def on_peer(peer: str, placements: list[StagePlacement]) -> list[Refusal]:
-            self._offered[peer] += 1
-            try:
-                async with turns.setdefault((machine or {}).get(peer, peer), asyncio.Lock()):
-                    return await in_turn(peer, placements)
-            finally:
-                self._offered[peer] -= 1
+            async with turns.setdefault((machine or {}).get(peer, peer), asyncio.Lock()):
+                return await in_turn(peer, placements)
 
         async def in_turn(peer: str, placements: list[StagePlacement]) -> list[Refusal]:
             for p in placements:
@@ -180,15 +176,19 @@ class Assembly:
                     return [Refusal(p, str(error), gone=True)]
             return []
 
-        answers = await asyncio.gather(*(on_peer(peer, ps) for peer, ps in by_peer.items()))
-        refused = [refusal for refusals in answers for refusal in refusals]
-        for stage, (p, accepted) in taken.items():
-            before = self._accepted.get(stage)
-            if refused and (before is None or before[0].peer != p.peer):
-                await self.drop(p.peer, (stage,), "the plan changed")
-            else:
-                self._accepted[stage] = p, accepted
-        return refused
+        self._offered.update(by_peer.keys())
+        try:  # until all is settled: what becomes of one that has accepted while others have not is heard
+            answers = await asyncio.gather(*(on_peer(peer, ps) for peer, ps in by_peer.items()))
+            refused = [refusal for refusals in answers for refusal in refusals]
+            for stage, (p, accepted) in taken.items():
+                before = self._accepted.get(stage)
+                if refused and (before is None or before[0].peer != p.peer):
+                    await self.drop(p.peer, (stage,), "the plan changed")
+                else:
+                    self._accepted[stage] = p, accepted
+            return refused
+        finally:
+            self._offered.subtract(by_peer.keys())
 
     async def adopt(self, plan: Plan, states: Mapping[int, BlobRef], first_tick: int) -> dict[int, str]:
         """Take over the stages of an earlier session where they run; why the others are not there, by stage."""

@@ -71,10 +71,11 @@ class Hearing:
         """Whether this is of the plan's host of the stage, or of one that is being put in its place."""
         if said.incarnation < self._live.fence or said.stage < 0:
             return False
-        if said.stage >= plan.numerics.stages:
-            return True  # of cuts that are about to be in force
-        p = plan.host(said.stage)
-        return (p.peer, p.incarnation) == (peer, said.incarnation) or said.incarnation > p.incarnation
+        if said.stage < plan.numerics.stages:
+            p = plan.host(said.stage)
+            if said.incarnation <= p.incarnation:
+                return (p.peer, p.incarnation) == (peer, said.incarnation)
+        return self._live.assembly.hosts_stage(peer)  # else of a host, or of cuts, about to be in force
 
     def link_event(self, event: LinkEvent) -> None:
         if event.code in ("frame", "refused"):

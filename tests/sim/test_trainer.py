@@ -22,7 +22,7 @@ from fusion_p2p.workload import atoms
 from peer.blobs import serve_blobs
 from peer.channel_io import ChannelSettings
 from peer.events import Happening, RunEvent, StepResult
-from peer.protocol import Accepted, Refused
+from peer.protocol import Accepted, Refused, StageFault
 from peer.ratelimit import Limiter
 from peer.signing import make_run_spec, new_session_key
 from peer.trainer import Trainer
@@ -316,6 +316,33 @@ def test_a_lost_stage_is_rebuilt_from_the_set(captured: Captured, tmp_path: Path
             assert {"lost", "recovered"} <= set(lab.kinds())
             moved = [p.stage for p in trainer.plan.placement if p.incarnation > 1]
             assert moved == ([lost] if marks else [0, 1, 2])
+
+    asyncio.run(main())
+
+
+@MINUTE
+@pytest.mark.parametrize("stage", [0, 99])
+def test_who_hosts_nothing_accuses_nobody(captured: Captured, tmp_path: Path, stage: int) -> None:
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        for k in range(3):
+            await lab.add(f"volunteer{k}")
+        async with lab.trainer(2) as trainer:
+            hosts = {p.peer for p in trainer.plan.placement}
+            (spare,) = {v.peer for v in lab.volunteers} - hosts
+            for accused in hosts:
+                said = StageFault(
+                    run=trainer._live.run,
+                    stage=stage,
+                    incarnation=1 << 30,
+                    code="peer-frame",
+                    reason="a lie",
+                    peer=accused,
+                )
+                trainer._hearing.fault(spare, said)
+            await lab.train(trainer, 0, 3)
+            assert all(trainer._live.may_host(v.peer) for v in lab.volunteers) and "lost" not in lab.kinds()
+            assert {p.peer for p in trainer.plan.placement} == hosts
 
     asyncio.run(main())
 

@@ -25,8 +25,10 @@ class Complaints:
         self._accused: dict[str, set[str]] = {}  # by whom -> of frames that do not fit
 
     def hear(self, reporter: str, fault: StageFault) -> None:
-        """`reporter` hosts the stage that the fault is of; `fault.peer` is the one it concerns."""
+        """`reporter` hosts the stage that the fault is of; `fault.peer` is the one it concerns, if it is a host."""
         pair = reporter, fault.peer
+        if all(p.peer != fault.peer for p in self._live.now.plan.placement):
+            return
         match fault.code:
             case "peer-lost":
                 if pair not in self._unreached:

@@ -121,3 +121,11 @@ def test_who_accuses_a_second_peer_of_its_frames_is_replaced() -> None:
     first, second = complaint("peer-frame", 1, "a"), complaint("peer-frame", 1, "c")
     assert asyncio.run(_hear(("b", first))) == ["a"]
     assert asyncio.run(_hear(("b", first), ("b", second))) == ["a", "b"]
+
+
+@pytest.mark.parametrize("code", ["peer-lost", "peer-frame"])
+def test_what_is_said_of_peers_that_host_nothing_is_not_kept(code: str) -> None:
+    judge = _Judge()
+    complaints = Complaints(cast(Live, judge), lambda work: pytest.fail("a task for nobody"))
+    complaints.hear("b", complaint(code, 1, "made up"))
+    assert not judge.lost

@@ -3,13 +3,15 @@
 The stage that received one waits, named. Its sender's stage is rebuilt elsewhere from the newest set, the receiver's
 where it is, and what comes then decides: the same bytes, or as wild ones, and the model did it - the verdict of the
 step says what follows; something tame, and the first host is not trusted again. A frame that is not named again in time
-passes, so that nobody holds the run up with what never comes.
+passes, so that nobody holds the run up with what never comes. Whose suspicions led to nothing is asked ever more
+rarely, and who has a second peer found out is taken for the cause.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -20,16 +22,18 @@ from peer.trainer_host import HostLost
 from peer.trainer_live import Live
 
 OWN_TICKS = 4  # around a frame that was found to be the model's own, as many ticks' wild ones pass unasked
+MOST_DOUBLED = 20  # times: for so many steps, doubled, a reporter's frames pass whose last suspicion led to nothing
 JUDGE_S = 600.0  # for the frame to come again once another host computes it
 DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A frame into `stage` that the stage of `sender`, a peer, made wild."""
+    """A frame into `stage`, hosted by `reporter`, that the stage of `sender`, a peer too, made wild."""
 
     stage: int
     incarnation: int
+    reporter: str
     sender: str
     what: Suspicion
 
@@ -52,6 +56,10 @@ class Guardian:
         self._case: _Case | None = None
         self._later: dict[int, _Case] = {}
         self._own_tick: int | None = None  # of the last frame that was found to be the model's own
+        self._fruitless: Counter[str] = Counter()  # by reporter
+        self._quiet: dict[str, int] = {}  # reporter -> the step before which what it holds passes
+        self._found_out: dict[str, set[str]] = {}  # by whose word -> peers that are not trusted again
+        self._passing: dict[int, FrameId | None] = {}  # stage -> the frame it may use, while a task says so
 
     def hear(self, reporter: str, said: Suspect) -> None:
         """The plan's host of stage `said.stage` holds a frame back."""
@@ -60,13 +68,16 @@ class Guardian:
         if frame.src not in senders or frame.src == said.stage or len(said.what.digest) != DIGEST_BYTES:
             live.exclude(reporter)
             return live.lose(reporter, f"stage {said.stage} suspects what no stage sends: {frame}")
-        case = _Case(said.stage, said.incarnation, live.now.plan.host(frame.src).peer, said.what)
+        case = _Case(said.stage, said.incarnation, reporter, live.now.plan.host(frame.src).peer, said.what)
         open_case = self._case
         if open_case is not None and (open_case.stage, open_case.what.frame) == (case.stage, frame):
             if open_case.sender != case.sender:
                 self._spawn(self._judge(open_case, said.what))
-        elif self._own_tick is not None and abs(frame.tick - self._own_tick) <= OWN_TICKS:
-            self._spawn(self._pass(case.stage, frame))
+        elif self._passes(reporter, frame):
+            said_before = case.stage in self._passing
+            self._passing[case.stage] = frame  # a stage holds one back at a time: no need for a task each
+            if not said_before:
+                self._spawn(self._pass_on(case.stage))
         elif open_case is not None:
             self._later[case.stage] = case
         else:
@@ -77,6 +88,11 @@ class Guardian:
         """Every stage begins anew: no frame is held any more."""
         self._case, self._later = None, {}
         self._live.assembly.watched.clear()
+
+    def _passes(self, reporter: str, frame: FrameId) -> bool:
+        """Whether it is not worth asking."""
+        near_own = self._own_tick is not None and abs(frame.tick - self._own_tick) <= OWN_TICKS
+        return near_own or self._live.step < self._quiet.get(reporter, 0)
 
     async def _recompute(self, case: _Case) -> None:
         live, frame = self._live, case.what.frame
@@ -105,21 +121,31 @@ class Guardian:
         live, frame = self._live, case.what.frame
         if self._case is not case:
             return
-        own = again.digest == case.what.digest or again.wild
-        if own:
-            live.say(
-                "notice", f"{frame} is wild at two hosts: the model made it, and the step decides", stage=frame.src
-            )
-        else:
+        if again.digest == case.what.digest or again.wild:
+            text = f"{frame} is wild at two hosts: the model made it, and the step decides"
+            live.say("notice", text, stage=frame.src)
+            return await self._close(case, _Found.OWN)
+        found_out = self._found_out.setdefault(case.reporter, set())
+        found_out.add(case.sender)
+        if len(found_out) == 1:
             live.exclude(case.sender)
             text = f"{case.sender[-8:]} is not trusted again: {frame} came with norm {again.norm:.3g} from another host"
             live.say("quarantined", text, peer=case.sender, stage=frame.src)
-        await self._close(case, _Found.OWN if own else _Found.LIE)
+            return await self._close(case, _Found.LIE)
+        reason = f"it says of {len(found_out)} peers that they send wild frames"
+        live.exclude(case.reporter)
+        live.say("quarantined", f"{case.reporter[-8:]} is not trusted again: {reason}", peer=case.reporter)
+        live.lose(case.reporter, reason)
+        await self._close(case, _Found.NOTHING)
 
     async def _close(self, case: _Case, found: _Found) -> None:
         live, frame = self._live, case.what.frame
         if found is _Found.OWN:
             self._own_tick = frame.tick
+        if found is not _Found.LIE:
+            self._fruitless[case.reporter] += 1
+            doubled = min(self._fruitless[case.reporter] - 1, MOST_DOUBLED)
+            self._quiet[case.reporter] = live.step + OWN_TICKS * 2**doubled
         live.assembly.watched.pop(case.stage, None)
         self._case, later, self._later = None, self._later, {}
         await self._pass(case.stage, frame)
@@ -135,6 +161,12 @@ class Guardian:
                 self._spawn(self._recompute(other))
             else:
                 self._later[other.stage] = other
+
+    async def _pass_on(self, stage: int) -> None:
+        while (frame := self._passing[stage]) is not None:
+            self._passing[stage] = None
+            await self._pass(stage, frame)
+        del self._passing[stage]
 
     async def _pass(self, stage: int, frame: FrameId) -> None:
         live = self._live

@@ -23,6 +23,10 @@ COLUMNS = {
     "kern": "kernels",
     "cut": "cut_bytes",
 }
+MOST_DEVICES = 4096  # a plan looks at every pair of them
+MOST_MICRO_BATCHES = 4096
+MOST_NAME = 64
+_MISSTATED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -30,7 +34,7 @@ def _load(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text())
     except OSError as e:
         raise InputError(f"{path}: {e.strerror}; give a testbed or OP-DAG summary file") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise InputError(f"{path} is not JSON: {e}") from e
     if not isinstance(data, dict):
         raise InputError(f"{path}: expected a JSON object")
@@ -45,15 +49,20 @@ def load_workload(path: str | Path, name: str) -> tuple[Workload, int]:
         known = ", ".join(sorted(k for k in data if not k.startswith("_")))
         raise InputError(f"{path} has no model {name!r}; it has {known}")
     entry = data[name]
-    settings = data.get("_meta", {}).get("settings", {}).get(name, {})
     try:
+        settings = data.get("_meta", {}).get("settings", {}).get(name, {})
         columns = {ours: [float(x) for x in entry[theirs]] for theirs, ours in COLUMNS.items()}
-        samples = int(entry.get("samples", 1))
-    except (KeyError, TypeError, ValueError) as e:
+        samples, micro_batches = int(entry.get("samples", 1)), int(settings.get("M", 16))
+        recompute = bool(settings.get("recompute", False))
+    except _MISSTATED as e:
         raise InputError(f"{path}: model {name!r} lacks or misstates column {e}") from e
-    recompute = bool(settings.get("recompute", False))
+    if samples < 1 or not 1 <= micro_batches <= MOST_MICRO_BATCHES:
+        raise InputError(
+            f"{path}: model {name!r} has {samples} samples in each of {micro_batches} micro-batches; give at least one "
+            f"sample, and 1 to {MOST_MICRO_BATCHES} micro-batches"
+        )
     w = workload(name, columns, recompute=recompute, wire_bytes_per_element=2.0, samples=samples)
-    return w, int(settings.get("M", 16))
+    return w, micro_batches
 
 
 def testbed_names(path: str | Path) -> tuple[str, ...]:
@@ -74,7 +83,7 @@ def load_testbed(path: str | Path, name: str) -> Network:
         raise InputError(f"{path} has no testbed {name!r}; it has {', '.join(names)}")
     try:
         return _build(name, data, data["testbeds"][name])
-    except (KeyError, TypeError, ValueError, IndexError) as e:
+    except _MISSTATED as e:
         raise InputError(f"{path}: testbed {name!r} lacks or misstates {type(e).__name__} {e}") from e
 
 
@@ -86,8 +95,15 @@ def _build(name: str, data: Mapping[str, Any], bed: Mapping[str, Any]) -> Networ
     for site in bed["sites"]:
         if site["gpu"] not in gpus:
             raise InputError(f"testbed {name}: site {site['name']} has unknown gpu {site['gpu']!r}")
+        if not isinstance(site["name"], str) or not site["name"].isprintable() or len(site["name"]) > MOST_NAME:
+            raise InputError(f"testbed {name}: a site's name is at most {MOST_NAME} letters, not {site['name']!r:.99}")
         tflops, gbps, gb = gpus[site["gpu"]]
-        for _ in range(int(site["count"])):
+        count = site["count"]
+        if not isinstance(count, int) or not 1 <= count <= MOST_DEVICES - len(devices):
+            raise InputError(
+                f"testbed {name}: site {site['name']} has count {count!r:.40}; there are 1 to {MOST_DEVICES} devices"
+            )
+        for _ in range(count):
             k = seen.get(site["name"], 0)
             seen[site["name"]] = k + 1
             devices.append(

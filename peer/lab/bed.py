@@ -9,6 +9,7 @@ The trainer hangs at the core unshaped: rivals read their data where they are.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,9 @@ SMALL_MASK = "0xff80"  # of the length field: packets below 128 bytes
 LEAST_DELAY_S = 1e-3
 QUEUE_S = 0.1  # of bulk that may wait at a link before packets are dropped
 LEAST_QUEUE = 16  # frames, of a slow link
+LEAST_BPS, MOST_BPS, MOST_DELAY_S = 8e3, 1e11, 10.0  # what tc and a run can do with
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")  # of a namespace: a file's name, and a word of commands
+_OURS = re.compile(rf"{CORE}|{TRAINER}|site-\d+")
 Command = tuple[str, ...]
 
 
@@ -102,6 +106,12 @@ def bed_of(network: Network, *, cores: float = CORES) -> Bed:
     sites = tuple(dict.fromkeys(d.site for d in devices))
     if len(sites) > MOST_SITES or len(devices) > MOST_PEERS:
         raise InputError(f"testbed {network.name}: a lab holds {MOST_SITES} sites and {MOST_PEERS} peers at most")
+    for d in devices:
+        if not _NAME.fullmatch(d.peer) or _OURS.fullmatch(d.peer):
+            raise InputError(
+                f"testbed {network.name}: {d.peer!r} cannot be a peer's name in a lab; name sites with letters, "
+                f"digits, - and _, as in Oregon"
+            )
     total = sum(d.flops_per_s for d in devices)
     seen: dict[int, int] = {}
     peers = []
@@ -122,6 +132,12 @@ def bed_of(network: Network, *, cores: float = CORES) -> Bed:
         if len(found) > 1 or not np.isfinite(max(found)):
             text = ", ".join(f"{r / 1e6:g}" for r in sorted(found))
             raise InputError(f"testbed {network.name}: links {sites[s]} to {sites[t]} have {text} Mbps; give them one")
+        rate, delay_s = max(found), latency[s, t]
+        if not LEAST_BPS <= rate <= MOST_BPS or not 0 <= delay_s <= MOST_DELAY_S:
+            raise InputError(
+                f"testbed {network.name}: the link {sites[s]} to {sites[t]} has {rate / 1e6:g} Mbps and {delay_s:g} s; "
+                f"a lab carries {LEAST_BPS / 1e6:g} to {MOST_BPS / 1e6:g} Mbps and {MOST_DELAY_S:g} s at most"
+            )
     links = tuple(
         LabLink(src=s, dst=t, bits_per_s=found.pop(), latency_s=latency[s, t])
         for (s, t), found in sorted(rates.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,35 @@ def changed(tmp_path: Path, edit: Any) -> Path:
         (lambda t: t["sites"][0].pop("count"), "count"),
         (lambda t: t.update({"sites": []}), "no devices"),
         (lambda t: t.update({"regions": "moon"}), "unknown regions 'moon'"),
+        (lambda t: t.update({"inter": []}), "misstates AttributeError"),
+        (lambda t: t["sites"][0].update({"count": math.inf}), "has count inf"),
+        (lambda t: t["sites"][0].update({"count": -3}), "has count -3"),
+        (lambda t: t["sites"][0].update({"count": 10**9}), "there are 1 to 4096 devices"),
+        (lambda t: t["sites"][0].update({"per_node": math.inf}), "misstates OverflowError"),
+        (lambda t: t["sites"][0].update({"name": "A\nB"}), "a site's name"),
     ],
 )
 def test_faulty_testbeds_are_refused(tmp_path: Path, edit: Any, message: str) -> None:
     with pytest.raises(InputError, match=message) as error:
         load_testbed(changed(tmp_path, edit), "T1")
     assert "\n" not in str(error.value)
+
+
+def test_files_that_are_no_testbeds_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "beds.json"
+    for text in ("[" * 100_000, '{"testbeds": 3}', "{}", "", "7"):
+        path.write_text(text)
+        with pytest.raises(InputError, match=r"beds\.json"):
+            load_testbed(path, "T1")
+
+
+@pytest.mark.parametrize("meta", [[], {"settings": {"gpt2-xl": {"M": 0}}}, {"settings": {"gpt2-xl": {"M": 10**9}}}])
+def test_faulty_summaries_are_refused(tmp_path: Path, meta: Any) -> None:
+    data = json.loads(MODELS.read_text())
+    path = tmp_path / "opdags.json"
+    path.write_text(json.dumps({**data, "_meta": meta}))
+    with pytest.raises(InputError, match="model 'gpt2-xl'"):
+        load_workload(path, "gpt2-xl")
 
 
 def test_a_peer_without_memory_is_refused(tmp_path: Path) -> None:

@@ -114,6 +114,24 @@ def test_what_one_queue_cannot_carry_is_refused_by_name() -> None:
         b.load_bed(FILE, "N9")
 
 
+@pytest.mark.parametrize("name", ["../x", "$(reboot)", "a b", "-n", "a;b", "core", "trainer", "site-", "", "x" * 40])
+def test_names_that_are_no_word_of_a_command_are_refused(name: str) -> None:
+    network = load_testbed(FILE, "N3")
+    first = replace(network.devices[0], peer=name + ("" if name in ("core", "trainer", "") else "0"))
+    with pytest.raises(InputError, match="cannot be a peer's name in a lab"):
+        b.bed_of(replace(network, devices=(first, *network.devices[1:])))
+
+
+@pytest.mark.parametrize(("bytes_per_s", "latency_s"), [(1e-3, 0.0), (1e30, 0.0), (1e6, 1e9)])
+def test_links_that_no_queue_makes_are_refused(bytes_per_s: float, latency_s: float) -> None:
+    network = load_testbed(FILE, "N3")
+    shape = network.latency_s.shape
+    with pytest.raises(InputError, match=r"a lab carries 0\.008 to 100000 Mbps"):
+        b.bed_of(
+            replace(network, bandwidth_bytes_per_s=np.full(shape, bytes_per_s), latency_s=np.full(shape, latency_s))
+        )
+
+
 def test_a_burst_is_short_against_the_link_and_never_below_a_frame() -> None:
     for bits in (0.8e6, 10e6, 1e9):
         assert 2 * b.MTU <= b.burst_bytes(bits) <= 65536

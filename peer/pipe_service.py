@@ -23,6 +23,7 @@ from peer.selfdial import SelfDial
 
 ReachWord = Literal["", "direct", "relay", "none"]
 MAX_DIRECT, MAX_PIPED = 5, 2  # addresses in a record
+ENOUGH_MBPS = 100.0  # what an offer beyond promises counts for nothing: anybody can promise
 _ASKED = 3  # peers that try to dial this one
 
 
@@ -51,7 +52,15 @@ class PipeService:
         async def find() -> list[str]:
             return pipe_hosts(await board.peers(timeout_s=5.0), transport.peer_id)
 
-        pipes = Pipes(transport, transport.identity, dial.folder, find=find, deliver=dial.local, changed=changed)
+        pipes = Pipes(
+            transport,
+            transport.identity,
+            dial.folder,
+            find=find,
+            deliver=dial.local,
+            changed=changed,
+            gate=transport.door,
+        )
         await pipes.start()
         host = None
         if offer_bytes_per_s is not None:
@@ -79,9 +88,10 @@ class PipeService:
 
 
 def pipe_hosts(peers: Iterable[PeerRecord], me: str) -> list[str]:
-    """Addresses of peers that offer pipes: the largest offers first, equal ones in an order of this peer's own."""
+    """Addresses of peers that offer pipes: the largest offers first, equal ones, as all from ENOUGH_MBPS on, in an
+    order of this peer's own."""
     offering = [p for p in peers if p.relay_mbps > 0 and p.reach == "direct" and p.state != "left" and p.peer != me]
-    offering.sort(key=lambda p: (-p.relay_mbps, hashlib.blake2b(f"{me} {p.peer}".encode()).digest()))
+    offering.sort(key=lambda p: (-min(p.relay_mbps, ENOUGH_MBPS), hashlib.blake2b(f"{me} {p.peer}".encode()).digest()))
     firsts = ((public_addresses(p.addresses) or p.addresses)[:1] for p in offering)
     return [a for first in firsts for a in first]
 

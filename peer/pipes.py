@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +20,8 @@ import msgspec
 from msgspec import Meta
 
 from dht import addresses
-from dht.errors import DhtError, InputError, PeerUnreachable, TransportError
+from dht.door import Door
+from dht.errors import DhtError, PeerUnreachable, TransportError
 from dht.identity import Identity
 from dht.transport import Stream, Transport
 from peer import pipe_seal
@@ -55,7 +57,7 @@ MAX_AT_ONCE = 32  # calls answered at a time
 FAREWELL_S = 1.0
 DOOR, CALL = "pipe", "call through a pipe"
 _FROM_HOST: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)
-_FAILURES = (OSError, EOFError, TimeoutError, TransportError, WireError, RuntimeError)
+_FAILURES = (OSError, EOFError, TimeoutError, DhtError, WireError, RuntimeError)  # DhtError: an address that is none
 
 
 class Through(msgspec.Struct, frozen=True, tag="through"):
@@ -82,7 +84,8 @@ def hosts_of(known: tuple[str, ...]) -> tuple[str, ...]:
 
 class Pipes:
     """`find`: addresses of peers that offer pipes, best first. `deliver(protocol)`: a local stream to whoever serves it
-    here, NoSuchProtocol if nobody does. `changed` is called when this peer rests at other hosts than before."""
+    here, NoSuchProtocol if nobody does. `changed` is called when this peer rests at other hosts than before. Who comes
+    through a pipe passes `gate` as who dials does."""
 
     def __init__(
         self,
@@ -93,12 +96,15 @@ class Pipes:
         find: Callable[[], Awaitable[list[str]]],
         deliver: Callable[[str, str], Awaitable[Stream]],
         changed: Callable[[], None] = lambda: None,
+        gate: Door | None = None,
     ) -> None:
+        self._gate = gate or Door(identity.peer_id)
         self._transport, self._identity, self._door = transport, identity, folder / DOOR
         self._find, self._deliver, self._changed = find, deliver, changed
         self.dialled_at: tuple[str, ...] = ()  # where this peer can be dialled, once that is known
         self._rested: dict[str, str] = {}  # host -> its address
         self._trying: set[str] = set()
+        self._failures: Counter[str] = Counter()  # by host: who failed least is tried first
         self._tasks: set[asyncio.Task[None]] = set()
         self._answering = 0
         self._server: asyncio.Server | None = None
@@ -156,10 +162,17 @@ class Pipes:
                 except DhtError as error:
                     log.info("looking for pipe hosts: %s", error)
                     found = []
-                for address in [a for a in found if _host_id(a) not in self._rested.keys() | self._trying][:wanted]:
+                for address in self._best(found)[:wanted]:
                     self._trying.add(_host_id(address))
                     self._spawn(self._rest_at(address))
             await asyncio.sleep(LOOK_S)
+
+    def _best(self, found: list[str]) -> list[str]:
+        """Where to rest next: a host that is full, or no host at all, does not stand before others for ever."""
+        hosts = {_host_id(a) for a in found}
+        self._failures = Counter({h: n for h, n in self._failures.items() if h in hosts})
+        new = [a for a in found if _host_id(a) not in self._rested.keys() | self._trying]
+        return sorted(new, key=lambda a: self._failures[_host_id(a)])
 
     async def _rest_at(self, address: str) -> None:
         host = _host_id(address)
@@ -183,6 +196,7 @@ class Pipes:
             log.info("resting at pipe host %s: %s", host, error or type(error).__name__)
         finally:
             self._trying.discard(host)
+            self._failures[host] += 1
             if self._rested.pop(host, None) is not None:
                 self._changed()
 
@@ -194,7 +208,7 @@ class Pipes:
         self._changed()
 
     def _ring(self, address: str, ring: Ring) -> None:
-        if self._answering < MAX_AT_ONCE:
+        if self._answering < MAX_AT_ONCE and not self._gate.banned(ring.caller):
             self._spawn(self._answer(address, ring))
 
     async def _answer(self, address: str, ring: Ring) -> None:
@@ -215,7 +229,13 @@ class Pipes:
                 sealed = await pipe_seal.answer(stream, self._identity, ring.caller)
                 async with asyncio.timeout(RING_S):
                     protocol = (await sealed.read()).decode("utf-8", "replace")[:MAX_PROTOCOL]
-                local = await self._deliver(protocol, ring.caller)
+                if why := self._gate.enter(ring.caller, "", asyncio.get_running_loop().time()):
+                    raise TransportError(why)
+                try:
+                    local = await self._deliver(protocol, ring.caller)
+                except BaseException:
+                    self._gate.leave(ring.caller, "")
+                    raise
             except BaseException:
                 stream.writer.close()
                 raise
@@ -224,14 +244,17 @@ class Pipes:
             return
         finally:
             self._answering -= 1
-        with contextlib.suppress(*_FAILURES):
-            await pipe_seal.pump(sealed, local.reader, local.writer)
+        try:
+            with contextlib.suppress(*_FAILURES):
+                await pipe_seal.pump(sealed, local.reader, local.writer)
+        finally:
+            self._gate.leave(ring.caller, "")
 
     async def _reaches(self, ring: Ring) -> bool:
         try:
             await self._transport.connect(ring.caller, ring.addresses, timeout_s=REVERSE_S)
             found = (await self._transport.connected()).get(ring.caller, ())
-        except (DhtError, InputError):
+        except DhtError:
             return False
         return any("/p2p-circuit" not in a for a in found)
 

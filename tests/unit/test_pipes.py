@@ -9,13 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from dht import door
+from dht.door import Door
 from dht.errors import PeerUnreachable
 from dht.identity import Identity
+from dht.records import PeerRecord
 from dht.transport import Stream
-from peer import pipe_host, pipe_seal
+from peer import pipe_host, pipe_seal, pipes
 from peer.control_io import MessageStream
 from peer.pipe_host import PIPE, PipeHost
 from peer.pipe_seal import Handshake, Sealer, Unreadable
+from peer.pipe_service import pipe_hosts
 from peer.pipes import Pipes, circuit, hosts_of
 from peer.protocol import BLOBS, CONTROL
 from peer.selfdial import SelfDial
@@ -211,6 +215,82 @@ def test_two_private_peers_without_a_host_are_told_in_plain_words(tmp_path: Path
                 await caller.dial.open_stream(called.dial.peer_id, BLOBS)
 
     asyncio.run(main())
+
+
+def test_hosts_that_are_none_stand_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full or malformed ones come first: the third is found at the next look, and called by way of."""
+    monkeypatch.setattr(pipes, "LOOK_S", 0.05)
+    monkeypatch.setattr(pipe_host, "MAX_RESTING", 1)
+
+    async def main() -> None:
+        async with world(tmp_path) as w:
+            full = address(w.hosts[0][0].peer_id)
+            transport = w.network.transport(key(110).peer_id)
+            await PipeHost(transport, 1e9).start()
+            third = Peer(
+                w.network, tmp_path, 3, ["nonsense", full, "/ip4/300.0.0.1/tcp/1/p2p/x", address(key(110).peer_id)]
+            )
+            await third.pipes.start()
+            third.pipes.rest()
+            await third.dial.serve(BLOBS, echo)
+            assert await third.pipes.until_rested(10)
+            assert third.pipes.addresses() == (circuit(address(key(110).peer_id), third.dial.peer_id),)
+            caller = w.peers[0]
+            known = ("nonsense/p2p-circuit/x", f"/ip4/300.0.0.1/tcp/1/p2p/x/p2p-circuit/p2p/{third.dial.peer_id}")
+            await caller.dial.connect(third.dial.peer_id, (*known, *third.pipes.addresses()))
+            await exchange(await caller.dial.open_stream(third.dial.peer_id, BLOBS), caller.dial.peer_id, SECRET)
+            await third.pipes.close()
+            await third.dial.close()
+            await transport.close()
+
+    asyncio.run(main())
+
+
+def test_who_is_banned_does_not_come_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe_host, "RING_S", 0.2)
+
+    async def main() -> None:
+        async with world(tmp_path) as w:
+            caller, called = w.peers
+            called.pipes._gate = Door(called.dial.peer_id, banned=frozenset({caller.dial.peer_id}))
+            with pytest.raises(PeerUnreachable, match="does not answer"):
+                await caller.dial.open_stream(called.dial.peer_id, BLOBS)
+
+    asyncio.run(main())
+
+
+def test_who_comes_through_pipes_has_no_more_streams_than_who_dials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "MAX_STREAMS_PER_PEER", 2)
+
+    async def main() -> None:
+        async with world(tmp_path) as w:
+            caller, called = w.peers
+            streams = [await caller.dial.open_stream(called.dial.peer_id, BLOBS) for _ in range(3)]
+            remote = len(caller.dial.peer_id)
+            for stream in streams[:2]:
+                assert await stream.reader.readexactly(remote) == caller.dial.peer_id.encode()
+            assert await streams[2].reader.read() == b""
+            streams[0].writer.close()
+            while called.pipes._gate._per_peer[caller.dial.peer_id] == 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await exchange(await caller.dial.open_stream(called.dial.peer_id, BLOBS), caller.dial.peer_id, SECRET)
+
+    asyncio.run(main())
+
+
+def test_the_largest_promise_is_not_asked_first_by_all() -> None:
+    def record(number: int, mbps: float) -> PeerRecord:
+        peer = key(number).peer_id
+        return PeerRecord(
+            peer=peer, version="1", devices=(), addresses=(address(peer),), reach="direct", relay_mbps=mbps
+        )
+
+    known = [record(k, 1e6 if k == 1 else 200.0) for k in range(1, 9)]
+    firsts = {pipe_hosts(known, key(k).peer_id)[0] for k in range(50, 90)}
+    assert len(firsts) > 4
+    assert pipe_hosts([record(1, 5.0), record(2, 50.0)], "me")[0] == address(key(2).peer_id)
 
 
 def test_a_stranger_cannot_answer_a_ring(tmp_path: Path) -> None:

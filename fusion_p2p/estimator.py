@@ -78,7 +78,7 @@ def load_table(folder: Path, device: str) -> OpTable:
     empty = OpTable(device=device, build=str(torch.__version__))
     try:
         table = msgspec.json.decode((folder / table_name(device)).read_bytes(), type=OpTable)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, RecursionError):
         return empty
     fits = (table.version, table.device, table.build) == (empty.version, empty.device, empty.build)
     sane = all(0 <= t.forward_s < 1e4 and 0 <= t.backward_s < 1e4 for t in table.times.values())

@@ -44,7 +44,7 @@ class MonthlyCap:
         self._last: tuple[int, int] = (0, 0)  # (process, what it had read)
         try:
             self.traffic = msgspec.json.decode(self._file.read_bytes(), type=Traffic)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, RecursionError):
             self.traffic = Traffic()
 
     def look(self, pid: int | None, month: str) -> None:

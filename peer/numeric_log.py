@@ -11,9 +11,13 @@ from pathlib import Path
 
 import msgspec
 
+from fusion_p2p.codec import parse
 from fusion_p2p.errors import InputError
+from fusion_p2p.ir import OpDag
 from fusion_p2p.plan import NumericLogEntry, Numerics
+from fusion_p2p.split import split
 from peer.errors import SignatureError
+from peer.plain import one_line
 from peer.protocol import Signed
 from peer.signing import open_signed
 
@@ -35,11 +39,11 @@ def read(path: Path) -> tuple[NumericLogEntry, ...]:
         try:
             signed = msgspec.json.decode(line, type=Signed)
             entry = open_signed(signed, NumericLogEntry, signed.key)
-        except (msgspec.MsgspecError, SignatureError) as error:
+        except (msgspec.MsgspecError, RecursionError, SignatureError) as error:
             raise InputError(f"{path} line {number} is damaged: {error}") from None
         if entry.first_step < (entries[-1].first_step if entries else 0):
             raise InputError(f"{path} line {number}: step {entry.first_step} comes after {entries[-1].first_step}")
-        entries.append(entry)
+        entries.append(msgspec.structs.replace(entry, reason=one_line(entry.reason)))  # it is printed; anybody signs
     if not entries or entries[0].first_step != 0:
         raise InputError(f"{path} does not say with which numerics the run begins; give a run's numeric_log.jsonl")
     return tuple(entries)
@@ -59,6 +63,25 @@ def check_fits(entries: Sequence[NumericLogEntry], wanted: Numerics) -> None:
                     f"the numeric log was made with {name} = {theirs!r} (step {entry.first_step}), this run has "
                     f"{ours!r}; set it to {theirs!r} to replay the log"
                 )
+
+
+def check_builds(entries: Sequence[NumericLogEntry], dag: OpDag) -> None:
+    """InputError if this model cannot be cut or compressed as an entry says: else a run would end in its middle."""
+    seen: set[Numerics] = set()
+    for entry in entries:
+        numerics, at = entry.numerics, f"the numeric log, step {entry.first_step}"
+        if numerics in seen:
+            continue
+        seen.add(numerics)
+        try:
+            split(dag, numerics.cuts)
+            for link in numerics.codecs:
+                parse(link.codec)
+        except InputError as error:
+            raise InputError(f"{at}: {error}") from None
+        for link in numerics.codecs:
+            if not 0 <= link.src < link.dst < numerics.stages:
+                raise InputError(f"{at}: a codec for stages {link.src}-{link.dst} of {numerics.stages}")
 
 
 def ahead(entries: Sequence[NumericLogEntry], step: int, numerics: Numerics) -> list[NumericLogEntry]:

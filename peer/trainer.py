@@ -25,7 +25,7 @@ from fusion_p2p.split import StageProgram, split
 from fusion_p2p.workload import atoms
 from peer.events import PlanAdopted, Sink
 from peer.links import Links
-from peer.numeric_log import ahead, in_force
+from peer.numeric_log import ahead, check_builds, in_force
 from peer.offers import DeviceOffer
 from peer.placement import wanted_bytes
 from peer.protocol import BlobRef
@@ -204,6 +204,7 @@ class Trainer:
     def _first_numerics(self, resumed: Manifest | None) -> Numerics:
         """With what this session begins; what the numeric log prescribes for later goes to `live.script`."""
         live, given = self._live, self._live.options.script
+        check_builds(given, live.dag)
         if resumed is None:
             live.script = list(given[1:])
             return given[0].numerics if given else live.options.numerics

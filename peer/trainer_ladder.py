@@ -100,5 +100,5 @@ def kept(folder: Path) -> Ladder | None:
     """What an earlier session of the run measured; None where nothing readable is."""
     try:
         return ladder(msgspec.json.decode((folder / FILE).read_bytes(), type=tuple[Measured, ...]))
-    except (OSError, msgspec.DecodeError, InputError):
+    except (OSError, msgspec.DecodeError, RecursionError, InputError):
         return None

@@ -162,7 +162,7 @@ class RunFolder:
         signed = self._read(path, Signed)
         try:
             return signed, msgspec.msgpack.decode(signed.body, type=RunSpec)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise InputError(f"{path} is damaged: {error}") from None
 
     def opdag(self) -> bytes:
@@ -193,7 +193,7 @@ class RunFolder:
             try:
                 signed = msgspec.json.decode(line, type=Signed)
                 log.append((signed, msgspec.msgpack.decode(signed.body, type=NumericLogEntry)))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, RecursionError) as error:
                 raise InputError(f"{path} line {number} is damaged: {error}") from None
         return log
 
@@ -230,7 +230,7 @@ class RunFolder:
         for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
             try:
                 entry = msgspec.json.decode(line, type=Released)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, RecursionError) as error:
                 raise InputError(f"{path} line {number} is damaged: {error}") from None
             found[entry.tick] = entry  # a tick that was released again counts as it was last
         ticks = sorted(tick for tick in found if tick >= first_tick)
@@ -247,7 +247,12 @@ class RunFolder:
     def next_epoch(self) -> int:
         """This session's number, above every earlier one's; on disk before it is used (DESIGN 'Fencing')."""
         path = self.root / "epoch"
-        epoch = int(path.read_text()) + 1 if path.exists() else 1
+        try:
+            epoch = int(path.read_bytes()) + 1 if path.exists() else 1
+        except ValueError:
+            raise InputError(
+                f"{path} is damaged; write a number into it that no earlier session of this run had, as 1000000"
+            ) from None
         write_atomic(path, str(epoch).encode())
         return epoch
 
@@ -345,5 +350,5 @@ class RunFolder:
             return msgspec.json.decode(path.read_bytes(), type=kind)
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise InputError(f"{path} is damaged: {error}") from None

@@ -24,6 +24,10 @@ class OpDags:
     def __init__(self, home: Path) -> None:
         self._folder = home / "opdags"
         self._folder.mkdir(exist_ok=True, mode=0o700)
+        for path in self._folder.iterdir():  # what was damaged is sent again, rather than refused for good
+            if path.is_file() and _hash(path.read_bytes()) != path.name:
+                log.warning("%s is damaged: it goes, and comes again with the next offer", path)
+                path.unlink()
 
     def known(self) -> tuple[str, ...]:
         """Hashes of those that need not be sent."""
@@ -39,7 +43,9 @@ class OpDags:
             if not path.is_file():
                 raise RefusedError("admission", f"OP-DAG {opdag_hash[:16]} is not here; send it with the offer")
             raw = path.read_bytes()
-        if hashlib.blake2b(raw, digest_size=32).hexdigest() != opdag_hash:
+        if _hash(raw) != opdag_hash:
+            if not sent:
+                path.unlink(missing_ok=True)
             raise RefusedError("admission", f"the OP-DAG's bytes do not have the signed hash {opdag_hash[:16]}")
         if sent:
             write_atomic(path, sent)
@@ -47,6 +53,10 @@ class OpDags:
             for old in kept[:-OPDAGS_KEPT]:
                 old.unlink()
         return raw
+
+
+def _hash(raw: bytes) -> str:
+    return hashlib.blake2b(raw, digest_size=32).hexdigest()
 
 
 class KeptFences:

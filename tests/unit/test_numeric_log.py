@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from fusion_p2p.errors import InputError
-from fusion_p2p.plan import NumericLogEntry, Numerics
-from peer.numeric_log import ahead, check_fits, in_force, read
+from fusion_p2p.plan import LinkCodec, NumericLogEntry, Numerics
+from peer.numeric_log import ahead, check_builds, check_fits, in_force, read
 from peer.signing import new_session_key, sign
+from tests.unit.stage_models import skip_net
 
 BASE = Numerics(cuts=(2,), micro_batches=4, micro_batch_size=2)
 
@@ -50,6 +51,35 @@ def test_a_damaged_log_is_refused_by_line(tmp_path: Path, damage: object, said: 
         read(path)
     with pytest.raises(InputError, match="cannot be read"):
         read(tmp_path / "nowhere")
+
+
+def test_a_log_that_anybody_signed_says_nothing_to_the_terminal(tmp_path: Path) -> None:
+    path = written(tmp_path / "log", [msgspec.structs.replace(LOG[0], reason="\x1b[2J\nowned" + "x" * 10_000)])
+    (read_back,) = read(path)
+    assert read_back.reason.isprintable() and len(read_back.reason) <= 500
+    path.write_bytes(b'{"zz":' + b"[" * 100_000)
+    with pytest.raises(InputError, match="line 1 is damaged"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "codecs", "said"),
+    [
+        ((9, 2), (), r"step 7: cuts \(9, 2\) must ascend"),
+        ((10**12,), (), "must ascend within"),
+        ((2,), (LinkCodec(0, 1, "gzip"),), "step 7: codec 'gzip' is unknown"),
+        ((2,), (LinkCodec(0, 9, "int8"),), "step 7: a codec for stages 0-9 of 2"),
+        ((2,), (LinkCodec(1, 0, "int8"),), "a codec for stages 1-0 of 2"),
+    ],
+)
+def test_what_this_model_cannot_be_is_refused_before_the_first_step(
+    cuts: tuple[int, ...], codecs: tuple[LinkCodec, ...], said: str
+) -> None:
+    dag = skip_net().captured.opdag
+    bad = NumericLogEntry(7, msgspec.structs.replace(BASE, cuts=cuts, codecs=codecs))
+    check_builds([entry(0, 2), entry(5, 1)], dag)
+    with pytest.raises(InputError, match=said):
+        check_builds([entry(0, 2), bad], dag)
 
 
 def test_a_log_of_another_configuration_names_the_setting() -> None:

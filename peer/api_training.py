@@ -163,7 +163,10 @@ class Training:
         return export(self._model, Path(out), adapter=adapter)
 
     def report(self) -> dict[str, Any]:
-        """Per-step loss and step_time_s, tokens_per_s, the plan, bytes_sent per link, events, weights_blake2b."""
+        """Per-step loss and step_time_s, tokens_per_s, the plan, bytes_sent per link, events, weights_blake2b.
+
+        exact_to: "bit", or "rounding" once a host that took over sent other bytes.
+        """
         o = self._opened()
         hashed = weights_blake2b(self._weights())
         o.loop.call(o.session.trainer.watch.news(self.plan().numerics.stages, REPORT_WAIT_S))

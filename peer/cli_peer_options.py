@@ -191,7 +191,7 @@ def _seconds(text: str) -> float:
 def _rate(text: str) -> float:
     value = float(text)
     if not 0.01 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text} must lie between 0.01 and 1000000 Mbit/s")
+        raise argparse.ArgumentTypeError(f"{text} must lie between 0.01 and 1000000")
     return value
 
 

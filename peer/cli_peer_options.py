@@ -77,13 +77,13 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--listen", action="append", metavar="ADDR", help="where to listen (default: any free port)")
     doctor.add_argument("--memory", type=_size, metavar="SIZE", help="what join would be told (default: 80%% of free)")
     doctor.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda:0 (default: auto)")
-    doctor.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: all cores)")
+    doctor.add_argument("--threads", type=_threads, metavar="N", help="CPU threads (default: all cores)")
     doctor.add_argument("--swarm-key", metavar="KEY", help=_KEY_HELP)
     bench = commands.add_parser(
         "bench", help="measure this machine's device", description="Measures what `join` would tell the swarm."
     )
     bench.add_argument("--device", default="auto", help="auto, cpu, cuda:0, cuda:all (default: auto)")
-    bench.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: all cores)")
+    bench.add_argument("--threads", type=_threads, metavar="N", help="CPU threads (default: all cores)")
     bench.add_argument("--json", action="store_true", help="print JSON (default: lines)")
     return top
 
@@ -109,7 +109,7 @@ def _add_join(sub: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="most memory that stages may take, 6GiB (default: 80%% of what is free)",
     )
-    add("--threads", type=_positive, metavar="N", help="CPU threads (default: all cores)")
+    add("--threads", type=_threads, metavar="N", help="CPU threads (default: all cores)")
     add("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda:0, cuda:all (default: auto)")
     add(
         "--framework",
@@ -127,7 +127,7 @@ def _add_join(sub: argparse.ArgumentParser) -> None:
         help="carry tensors, sealed, between peers that cannot be dialled, this much in all (default: nothing)",
     )
     add("--disk", type=_size, metavar="SIZE", help="most that snapshots of others may take on disk (default: no cap)")
-    add("--monthly-gb", type=_rate, metavar="GB", help="most traffic a month, both ways, in GB (default: no cap)")
+    add("--monthly-gb", type=_gigabytes, metavar="GB", help="most traffic a month, both ways, in GB (default: no cap)")
     add("--hours", default="", metavar="SPAN", help="local time in which to compute, 22:00-07:00 (default: always)")
     add("--pause-on-battery", action="store_true", help="compute on mains power only (default: always)")
     add(
@@ -161,10 +161,10 @@ def _add_join(sub: argparse.ArgumentParser) -> None:
     add("--verbose", action="store_true", help="log to stderr (default: warnings only)")
 
 
-def _positive(text: str) -> int:
+def _threads(text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    if not 1 <= value <= 1024:
+        raise argparse.ArgumentTypeError(f"{text} must lie between 1 and 1024")
     return value
 
 
@@ -192,6 +192,13 @@ def _rate(text: str) -> float:
     value = float(text)
     if not 0.01 <= value <= 1e6:
         raise argparse.ArgumentTypeError(f"{text} must lie between 0.01 and 1000000")
+    return value
+
+
+def _gigabytes(text: str) -> float:
+    value = float(text)
+    if not 0.01 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} must lie between 0.01 and 1000000 GB")
     return value
 
 

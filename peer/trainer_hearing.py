@@ -38,7 +38,8 @@ class Hearing:
         if placed is None or not self._counts(placed.plan, peer, status) or status.stage >= placed.plan.numerics.stages:
             return
         self._live.outbox_share[status.stage] = status.outbox_share
-        self._watch.status(status, placed.links.bytes_sent(), placed.links.differing())
+        stages = placed.plan.numerics.stages
+        self._watch.status(status, stages, placed.links.bytes_sent(), placed.links.differing())
 
     def fault(self, peer: str, fault: StageFault | Suspect) -> None:
         placed = self._live.placed

@@ -31,10 +31,11 @@ class Watch:
         self._begun = self._differed = 0  # the latter: of incarnations that are over
         self.bytes_sent: dict[str, int] = {}
 
-    def status(self, status: StageStatus, own: dict[str, int], own_differing: int = 0) -> None:
-        """One stage's report; `own` are the trainer's links, with `own_differing` frames that came again otherwise."""
+    def status(self, status: StageStatus, stages: int, own: dict[str, int], own_differing: int = 0) -> None:
+        """The report of one of `stages` stages; `own` are the trainer's links, with `own_differing` frames that came again otherwise."""
         stage = status.stage
-        self._sent.update(status.bytes_sent)
+        own_links = {f"{stage}-{dst}" for dst in (TRAINER, *range(stages))}  # of others a stage may say nothing
+        self._sent.update((k, count) for k, count in status.bytes_sent.items() if k in own_links)
         self._waiting[stage] = status.waiting_for
         self._held_up_s[stage] = status.held_up_s
         sent = self._sent | own

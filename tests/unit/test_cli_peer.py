@@ -19,6 +19,15 @@ BAD = [
         ["join", "--place", "48.1, 11.5"],
         "fusion-peer join: argument --place: '48.1, 11.5': a place is at most 32 letters",
     ),
+    (
+        ["join", "--monthly-gb", "0"],
+        "fusion-peer join: argument --monthly-gb: 0 must lie between 0.01 and 1000000 GB",
+    ),
+    (
+        ["join", "--threads", "99999999999"],
+        "fusion-peer join: argument --threads: 99999999999 must lie between 1 and 1024",
+    ),
+    (["join", "--relay-mbps", "0"], "fusion-peer join: argument --relay-mbps: 0 must lie between 0.01 and 1000000"),
     (["jion"], "fusion-peer: argument COMMAND: invalid choice: 'jion'"),
     ([], "fusion-peer: the following arguments are required: COMMAND"),
 ]

@@ -21,14 +21,25 @@ def test_a_run_is_exact_to_the_bit_until_a_frame_comes_again_otherwise_and_that_
         report(happening)
 
     watch = Watch(sink, lambda: 5.0)
-    watch.status(status(0, 1, 0), {}, 0)
+    watch.status(status(0, 1, 0), 2, {}, 0)
     assert report.as_dict("")["exact_to"] == "bit" and not [h for h in heard if isinstance(h, RunEvent)]
-    watch.status(status(1, 1, 2), {}, 0)
-    watch.status(status(1, 1, 3), {}, 0)
-    watch.status(status(1, 4, 1), {}, 5)  # rebuilt: it counts anew, and the trainer's own streams count too
+    watch.status(status(1, 1, 2), 2, {}, 0)
+    watch.status(status(1, 1, 3), 2, {}, 0)
+    watch.status(status(1, 4, 1), 2, {}, 5)  # rebuilt: it counts anew, and the trainer's own streams count too
     watch.begin()
-    watch.status(status(1, 5, 0), {}, 0)
+    watch.status(status(1, 5, 0), 2, {}, 0)
     said = [h for h in heard if isinstance(h, RunEvent)]
     assert [(e.kind, e.stage) for e in said] == [("notice", 1)] and "exact to rounding" in said[0].text
     shown = report.as_dict("")
     assert (shown["exact_to"], shown["differing_frames"]) == ("rounding", 3 + 1 + 5)
+
+
+def test_a_stage_speaks_of_its_own_links_only() -> None:
+    watch = Watch(lambda happening: None, lambda: 5.0)
+    for k in range(100):
+        made_up = {f"1-{7 + 5000 * k + n}": 1 for n in range(4000)}
+        said = StageStatus(
+            run="ab" * 16, stage=1, incarnation=1, tick=3, bytes_sent={**made_up, "1-0": k, "1--1": 5, "0-1": 10**9}
+        )
+        watch.status(said, 2, {"-1-0": 3})
+    assert watch.bytes_sent == {"1-0": 99, "1--1": 5, "-1-0": 3}

@@ -96,6 +96,10 @@ class Outbox:
         """Whether there is nothing to put on the stream now."""
         return self._position >= len(self._kept)
 
+    def has(self, cursor: Cursor) -> bool:
+        """Whether this frame is still kept."""
+        return self._base <= cursor < self._next
+
     def push(self, frame: Frame) -> None:
         """Number the frame and keep it. WireError if its tick lies before the channel's."""
         if frame.src != self.src or frame.dst != self.dst:

@@ -15,10 +15,10 @@ from dht.transport import Stream
 from fusion_p2p.errors import FrameError
 from fusion_p2p.frame import Frame
 from peer import wire
-from peer.channel import Inbox, Outbox, Take
-from peer.errors import StaleError, WireError
+from peer.channel import Inbox, Outbox, Stored, Take
+from peer.errors import ResumeGap, StaleError, WireError
 from peer.ratelimit import Limiter
-from peer.wire import CHUNK_BYTES, Answer, Open, Tag
+from peer.wire import CHUNK_BYTES, Answer, Header, Open, Tag
 
 _TAGS = {tag: bytes([tag]) for tag in Tag}
 STREAM_ERRORS = (OSError, EOFError, TransportError, WireError, FrameError, TimeoutError)
@@ -208,7 +208,7 @@ async def run_sender(
                 if payload is None:
                     await writer.write(_TAGS[Tag.DIGEST] + head)
                 else:
-                    data = payload if isinstance(payload, bytes) else await asyncio.to_thread(payload.read)
+                    data = payload if isinstance(payload, bytes) else await _read_back(outbox, record.header, payload)
                     await writer.write(_TAGS[Tag.FRAME] + head, data)
                 counted(writer.bytes_sent - before)
             await (wake if gate.is_set() else gate).wait()
@@ -226,6 +226,24 @@ async def run_sender(
                 raise WireError(f"record of unknown tag {tag} from {stream.remote}")
 
     await _together(send(), listen(), _watch(reader, settings), _beats(writer, settings))
+
+
+async def _read_back(outbox: Outbox, header: Header, payload: Stored) -> bytes:
+    """What was put on disk. ResumeGap if it is not there as it was: no neighbour's fault, and no other try helps."""
+
+    def read() -> bytes:
+        data = payload.read()
+        if wire.digest(data) != header.digest:
+            raise OSError("its bytes are not what was written")
+        return data
+
+    try:
+        return await asyncio.to_thread(read)
+    except OSError as error:
+        if not outbox.has(header.cursor):  # acknowledged meanwhile, and let go
+            raise
+        what = f"what stage {outbox.src} kept on disk for stage {outbox.dst} cannot be read: {error}"
+        raise ResumeGap(what) from None
 
 
 async def read_open(stream: Stream, settings: ChannelSettings) -> Open:

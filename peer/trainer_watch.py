@@ -32,7 +32,8 @@ class Watch:
         self.bytes_sent: dict[str, int] = {}
 
     def status(self, status: StageStatus, stages: int, own: dict[str, int], own_differing: int = 0) -> None:
-        """The report of one of `stages` stages; `own` are the trainer's links, with `own_differing` frames that came again otherwise."""
+        """The report of one of `stages` stages; `own` are the trainer's links, with `own_differing` frames that came
+        again otherwise."""
         stage = status.stage
         own_links = {f"{stage}-{dst}" for dst in (TRAINER, *range(stages))}  # of others a stage may say nothing
         self._sent.update((k, count) for k, count in status.bytes_sent.items() if k in own_links)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from peer.channel import Inbox, Outbox
 from peer.channel_io import ChannelSettings
+from peer.link_ends import LinkEvent
 from peer.spill import PREFIX, Spill
 from peer.wire import Cursor
 from tests.memory_transport import Network
@@ -53,6 +55,39 @@ def test_what_is_kept_leaves_memory_is_read_back_and_goes_with_the_set(tmp_path:
             a.trim(24)
             assert not files(tmp_path) and spill.used_bytes == 0
         assert not files(tmp_path)
+
+    run(main())
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"?" * path.stat().st_size)])
+def test_what_the_disk_has_lost_is_a_gap_of_the_sender_and_no_neighbours_fault(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    async def main() -> None:
+        network, spill, events = Network(), Spill(tmp_path, "cpu", 30_000), list[LinkEvent]()
+        ends = endpoint(0), endpoint(1)
+        sent = [act(tick, 0, bytes([tick]) * 1000) for tick in range(24)]
+        async with links(network, ends[0], events, settings=SETTINGS, spill=spill, logged=lambda dst: True) as a:
+            a.update(ends, 1)
+            async with links(network, ends[1], settings=SETTINGS) as b:
+                b.update(ends, 1)
+                taking = asyncio.create_task(take(b, len(sent)))
+                for f in sent:
+                    await a.send(f)
+                assert await taking == sent
+            while not files(tmp_path):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            for path in files(tmp_path):
+                damage(path)
+            again = endpoint(0), endpoint(1, 1)  # rebuilt from the set at tick 0
+            other: list[LinkEvent] = []
+            async with links(network, again[1], other, settings=SETTINGS) as b:
+                a.update(again, 2)
+                b.update(again, 2)
+                while not any(e.code == "gap" for e in events):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                assert "kept on disk for stage 1 cannot be read" in next(e.reason for e in events if e.code == "gap")
+            assert not [e for e in (*events, *other) if e.code in ("frame", "refused", "lost")]
 
     run(main())
 

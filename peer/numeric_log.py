@@ -29,13 +29,14 @@ _FREE = ("cuts", "codecs")  # what may differ from entry to entry, and from the 
 def read(path: Path) -> tuple[NumericLogEntry, ...]:
     """The entries of a numeric_log.jsonl, each signature checked. InputError naming the file and the line."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise InputError(f"{path} has {path.stat().st_size} bytes, a numeric log at most {MAX_BYTES}")
-        lines = path.read_bytes().splitlines()
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}; give a run's numeric_log.jsonl") from None
+    if len(raw) > MAX_BYTES:
+        raise InputError(f"{path} has more than {MAX_BYTES} bytes, the most of a numeric log")
     entries: list[NumericLogEntry] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(raw.splitlines(), 1):
         try:
             signed = msgspec.json.decode(line, type=Signed)
             entry = open_signed(signed, NumericLogEntry, signed.key)

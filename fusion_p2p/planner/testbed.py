@@ -24,14 +24,18 @@ COLUMNS = {
     "cut": "cut_bytes",
 }
 MOST_DEVICES = 4096  # a plan looks at every pair of them
-MOST_MICRO_BATCHES = 4096
+MOST_BYTES = 64 << 20  # of a file
 MOST_NAME = 64
 _MISSTATED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise InputError(f"{path} is no testbed or OP-DAG summary file: it has more than {MOST_BYTES} bytes")
+        data = json.loads(text)
     except OSError as e:
         raise InputError(f"{path}: {e.strerror}; give a testbed or OP-DAG summary file") from e
     except (ValueError, RecursionError) as e:
@@ -56,11 +60,8 @@ def load_workload(path: str | Path, name: str) -> tuple[Workload, int]:
         recompute = bool(settings.get("recompute", False))
     except _MISSTATED as e:
         raise InputError(f"{path}: model {name!r} lacks or misstates column {e}") from e
-    if samples < 1 or not 1 <= micro_batches <= MOST_MICRO_BATCHES:
-        raise InputError(
-            f"{path}: model {name!r} has {samples} samples in each of {micro_batches} micro-batches; give at least one "
-            f"sample, and 1 to {MOST_MICRO_BATCHES} micro-batches"
-        )
+    if samples < 1:
+        raise InputError(f"{path}: model {name!r} has {samples} samples a micro-batch; at least 1")
     w = workload(name, columns, recompute=recompute, wire_bytes_per_element=2.0, samples=samples)
     return w, micro_batches
 

@@ -82,6 +82,8 @@ def test_faulty_testbeds_are_refused(tmp_path: Path, edit: Any, message: str) ->
 
 
 def test_files_that_are_no_testbeds_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="/dev/zero is no testbed"):
+        load_testbed("/dev/zero", "T1")
     path = tmp_path / "beds.json"
     for text in ("[" * 100_000, '{"testbeds": 3}', "{}", "", "7"):
         path.write_text(text)
@@ -89,11 +91,14 @@ def test_files_that_are_no_testbeds_are_refused(tmp_path: Path) -> None:
             load_testbed(path, "T1")
 
 
-@pytest.mark.parametrize("meta", [[], {"settings": {"gpt2-xl": {"M": 0}}}, {"settings": {"gpt2-xl": {"M": 10**9}}}])
-def test_faulty_summaries_are_refused(tmp_path: Path, meta: Any) -> None:
+@pytest.mark.parametrize(
+    "edit", [lambda d: d.update(_meta=[]), lambda d: d["gpt2-xl"].update(samples=0), lambda d: d.update({"gpt2-xl": 7})]
+)
+def test_faulty_summaries_are_refused(tmp_path: Path, edit: Any) -> None:
     data = json.loads(MODELS.read_text())
+    edit(data)
     path = tmp_path / "opdags.json"
-    path.write_text(json.dumps({**data, "_meta": meta}))
+    path.write_text(json.dumps(data))
     with pytest.raises(InputError, match="model 'gpt2-xl'"):
         load_workload(path, "gpt2-xl")
 

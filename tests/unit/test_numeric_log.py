@@ -51,6 +51,8 @@ def test_a_damaged_log_is_refused_by_line(tmp_path: Path, damage: object, said: 
         read(path)
     with pytest.raises(InputError, match="cannot be read"):
         read(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="/dev/zero has more than"):
+        read(Path("/dev/zero"))
 
 
 def test_a_log_that_anybody_signed_says_nothing_to_the_terminal(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class Prober:
                     raw = await stream.reader.readexactly(length)
                     best = min(best, time.perf_counter() - start)
                 return Pong(best, _beat_decoder.decode(raw))
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError) as error:
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.DecodeError, RecursionError) as error:
             raise TransportError(f"peer {peer} answers no ping: {error or 'no answer'}") from error
         finally:
             stream.writer.close()

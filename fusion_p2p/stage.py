@@ -404,5 +404,5 @@ def _squared_norms(grads: Mapping[str, torch.Tensor]) -> dict[str, float]:
 def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes, what: str) -> T:
     try:
         return decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise FrameError(f"{what} is malformed: {error}") from None

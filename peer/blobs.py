@@ -194,7 +194,7 @@ async def _read(reader: LiveReader, kind: type[T]) -> T:
         raise WireError(f"blob message of {length} bytes announced, at most {MAX_REQUEST}")
     try:
         return msgspec.msgpack.decode(await reader.read_exactly(length), type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"malformed blob message: {error}") from error
 
 

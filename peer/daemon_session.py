@@ -214,7 +214,7 @@ def _stage_of(offer: StageOffer) -> int:
     """The stage number that an offer claims, for the refusal only; -1 if it cannot be read."""
     try:
         return int(msgspec.msgpack.decode(offer.assignment.body, type=_Claim).stage)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return -1
 
 

@@ -220,7 +220,7 @@ class Links:
 
     def deliver(self, frame: Frame) -> None:
         if frame.kind is Kind.STEP and frame.src == TRAINER:
-            with contextlib.suppress(msgspec.MsgspecError):  # the stage says what is wrong with it
+            with contextlib.suppress(msgspec.MsgspecError, RecursionError):  # the stage says what is wrong with it
                 self._training[frame.tick] = msgspec.msgpack.decode(frame.payload, type=StepHeader).training
         with self._lock:
             self._arrived.setdefault(frame.src, deque()).append(frame)

@@ -112,7 +112,7 @@ class LocalControl:
                 reply: PeerStatus | Failure
                 try:
                     reply = await self._answer(msgspec.json.decode(line, type=Command))
-                except msgspec.MsgspecError as error:
+                except (msgspec.MsgspecError, RecursionError) as error:
                     reply = Failure(f"malformed command: {error}")
                 writer.write(msgspec.json.encode(reply) + b"\n")
                 await writer.drain()

@@ -26,6 +26,7 @@ MAX_MESSAGE = 16 << 20
 # What a volunteer says is bounded where it is decoded: it is shown, summed and put on the board.
 Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+MAX_EPOCH = 2**32 - 1  # as frames' headers carry it
 Channel = Annotated[str, Meta(pattern="^-?[0-9]{1,10}--?[0-9]{1,10}$")]
 
 
@@ -48,7 +49,7 @@ class SessionCert(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     session_key: bytes
     trainer_peer: str
-    epoch: int
+    epoch: Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
     expires: float
 
 

@@ -128,7 +128,7 @@ def bound(src: int, kind: Kind, value: int) -> int:
 def _report(frame: Frame, stages: int) -> TickReport:
     try:
         report = _REPORT.decode(frame.payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FrameError(f"report of stage {frame.src} is malformed: {error}") from None
     seconds = (report.forward_s, report.backward_s, report.update_s, report.wait_s)
     if not all(math.isfinite(s) and s >= 0 for s in seconds):  # they are summed, shown and planned with

@@ -188,7 +188,7 @@ def message_length(raw: bytes) -> int:
 def unpack_open(raw: bytes) -> Open:
     try:
         message = _OPEN.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"malformed Open: {error}") from error
     if message.version != WIRE_VERSION:
         raise WireError(f"Open of wire version {message.version}, this peer speaks {WIRE_VERSION}")
@@ -198,5 +198,5 @@ def unpack_open(raw: bytes) -> Open:
 def unpack_answer(raw: bytes) -> Answer:
     try:
         return _ANSWER.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"malformed Answer: {error}") from error

@@ -30,3 +30,8 @@ class FrameError(FusionError):
     """
 
     src: int | None = None
+
+
+class EndsDiffer(FrameError):
+    """Nobody's fault: a frame goes by a mask or by axes that its other end made before this end was computed again on
+    hardware that rounds otherwise. Both ends must be computed again, from one set."""

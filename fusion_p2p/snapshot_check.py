@@ -5,8 +5,9 @@ Only the table is read here, so that a trainer can check a snapshot larger than 
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
 import torch
@@ -79,6 +80,28 @@ class SnapshotCheck:
             codec_bytes[edge] += _size(shown)
             if codec_bytes[edge] > self._codecs[edge]:
                 raise InputError(f"{edge} of stage {self._stage} takes more than {self._codecs[edge]} bytes")
+
+
+def codec_digests(file: BinaryIO, size: int) -> dict[str, bytes]:
+    """BLAKE2b-128 of every entry of a checked snapshot that a codec keeps."""
+    start, table = layout(file, size)
+    out, at = {}, start
+    for key, (_, _, stop) in table.items():
+        if key.startswith(CODEC):
+            file.seek(at)
+            out[key] = hashlib.blake2b(file.read(start + stop - at), digest_size=16).digest()
+        at = start + stop
+    return out
+
+
+def parted(stages: Sequence[Mapping[str, bytes]]) -> str:
+    """Of a set's `codec_digests` the first entry of which the two ends of an edge hold different ones; "" if none."""
+    known: dict[str, bytes] = {}
+    for digests in stages:
+        for key, digest in digests.items():
+            if known.setdefault(key, digest) != digest:
+                return key
+    return ""
 
 
 def _size(shown: Layout) -> int:

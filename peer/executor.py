@@ -23,7 +23,7 @@ from dht import p2p
 from dht.control import socket_path
 from dht.errors import DhtError
 from fusion_p2p.compute import Compute
-from fusion_p2p.errors import FrameError, FusionError
+from fusion_p2p.errors import EndsDiffer, FrameError, FusionError
 from fusion_p2p.frame import TRAINER
 from fusion_p2p.snapshot import chunks
 from fusion_p2p.suspicion import Suspicion
@@ -251,6 +251,13 @@ class Executor:
 
     def _failed(self, hosted: Hosted, error: Exception) -> None:
         """A stage that the compute thread has taken out."""
+        self._tell_failure(hosted, error)
+        if self._hosted.get(hosted.key) is hosted:
+            self._spawn(self._drop(hosted.key))
+
+    def _tell_failure(self, hosted: Hosted, error: Exception) -> None:
+        if isinstance(error, EndsDiffer) and error.src is not None and hosted.links is not None:
+            return hosted.links.report("apart", error.src, str(error))
         if is_out_of_memory(error):
             code, reason = "memory", f"stage {hosted.key[1]} ran out of memory, cap {gib(self._limit.cap_bytes)}"
         elif isinstance(error, FrameError) and error.src is not None and error.src != TRAINER:
@@ -265,8 +272,6 @@ class Executor:
             log.error("stage %d of run %s failed", hosted.key[1], hosted.key[0], exc_info=error)
             code, reason = "died", f"{type(error).__name__}: {error}"
         self._fault(hosted, code, reason)
-        if self._hosted.get(hosted.key) is hosted:
-            self._spawn(self._drop(hosted.key))
 
     def _on_event(self, hosted: Hosted, event: LinkEvent) -> None:
         log.info("stage %d and %d: %s %s", hosted.key[1], event.stage, event.code, event.reason)

@@ -31,8 +31,8 @@ class LinkEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Something the trainer wants to know about the channel with `stage` at `peer`.
 
     `code`: broken (a stream ended), lost (none for `dead_s`), back (there is one again), frame (bytes that do not
-    fit), stale (this host has been replaced), gap (frames are asked for that are no longer held), refused (the other
-    end finds that ours do not fit).
+    fit), apart (bytes by a mask or axes that this end no longer has: the stage ended), stale (this host has been
+    replaced), gap (frames are asked for that are no longer held), refused (the other end finds that ours do not fit).
     """
 
     code: str

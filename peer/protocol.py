@@ -301,7 +301,8 @@ class StageFault(msgspec.Struct, frozen=True, tag="fault", kw_only=True):
     """The stage stopped or a neighbour is gone; `peer` is the one it concerns ("" for itself).
 
     `code` of itself: died, frame, memory, leaving, mark; of `peer`: peer-lost, back (it is reached again), peer-frame
-    (it sent what does not fit), refused (it says that of us), stale, gap.
+    (it sent what does not fit), refused (it says that of us), stale, gap, apart (the two ends of a link no longer
+    agree, as after one was computed again on other hardware: the stage stopped, and nobody is to blame).
     """
 
     run: str

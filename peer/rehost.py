@@ -39,6 +39,11 @@ def recovery_group(plan: Plan, lost: Iterable[int], edges: Iterable[tuple[int, i
     return tuple(sorted(group))
 
 
+def computed_apart(plan: Plan) -> bool:
+    """Whether a stage was made without the others, so that it may have computed again what they had of it before."""
+    return len({p.incarnation for p in plan.placement}) > 1
+
+
 def rehost(
     plan: Plan,
     lost: frozenset[str],

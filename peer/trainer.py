@@ -286,7 +286,7 @@ class Trainer:
             live.lose(peer, reason)
         live.early.clear()
         live.sink(PlanAdopted(plan))
-        if not live.lost:
+        if not live.lost and not live.anew:
             live.whole.set()
 
     def _refused(self, refusal: Refusal) -> None:

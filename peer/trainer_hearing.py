@@ -7,9 +7,12 @@ import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
+
 from fusion_p2p.plan import Plan
 from peer.link_ends import LinkEvent
 from peer.protocol import StageFault, StageStatus, Suspect
+from peer.rehost import computed_apart
 from peer.trainer_complaints import Complaints
 from peer.trainer_guard import Guardian
 from peer.trainer_live import Live
@@ -52,6 +55,8 @@ class Hearing:
         if fault.code == "leaving" and placed is not None:
             self._live.hand_over(peer, fault.reason)
             self._spawn(self._let_go(peer, fault.reason))
+        elif fault.code == "apart" and placed is not None:
+            self._apart(placed.plan, peer, fault)
         elif fault.code in FATAL_FAULTS:
             if fault.code not in HONEST_FAULTS:
                 self._live.exclude(peer, math.inf if fault.code == "frame" else AFTER_DEATH_S)
@@ -61,6 +66,17 @@ class Hearing:
                 self._live.say("waiting", f"stage {fault.stage}: {fault.reason}", peer=peer, stage=fault.stage)
             if placed is not None:
                 self._complaints.hear(peer, fault)
+
+    def _apart(self, plan: Plan, peer: str, fault: StageFault) -> None:
+        """Two ends no longer agree. Stages that began together have no such excuse: so all begin together, once."""
+        if fault.stage >= plan.numerics.stages or plan.host(fault.stage).incarnation != fault.incarnation:
+            return  # only stages of the plan in force are connected, and have neighbours
+        if computed_apart(plan):
+            self._watch.apart(fault.stage)
+            return self._live.begin_anew(f"stage {fault.stage} no longer agrees with {fault.reason}")
+        self._complaints.hear(peer, msgspec.structs.replace(fault, code="peer-frame"))
+        self._live.exclude(peer, AFTER_DEATH_S)
+        self._live.lose(peer, fault.reason)
 
     async def _let_go(self, peer: str, reason: str) -> None:
         """A volunteer that leaves waits so long for a complete set and no longer."""

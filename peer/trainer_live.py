@@ -86,10 +86,11 @@ class Live:
     `early`: the same of hosts of the plan that is about to be in force. `excluded`: peer -> until when it gets none
     (monotonic). `leaving`: hosts that serve until the next complete set and then hand over -> why. `kept`: hash of the
     newest set's snapshots -> buddies that have it; `keepers`: -> who has been asked to. `outbox_share`: how full each
-    stage's outboxes are. `again`: stages to be rebuilt with the next that are lost; `may_stay`: lost ones that go on
-    serving if nobody takes their stages. `rates`: how fast devices are. `links`: as measured. `ladder`: codecs as
-    measured. `advice`: a change for the next set; `script`: entries of the numeric log that are still to come.
-    `placing` is held by whoever changes the plan; incarnations below `fence` are of cuts that are over."""
+    stage's outboxes are. `again`: stages to be rebuilt with the next that are lost; `anew`: why all stages are to be
+    rebuilt where they are, or ""; `may_stay`: lost ones that go on serving if nobody takes their stages. `rates`: how
+    fast devices are. `links`: as measured. `ladder`: codecs as measured. `advice`: a change for the next set;
+    `script`: entries of the numeric log that are still to come. `placing` is held by whoever changes the plan;
+    incarnations below `fence` are of cuts that are over."""
 
     transport: Transport
     swarm: Swarm
@@ -111,6 +112,7 @@ class Live:
     keepers: dict[str, str] = field(default_factory=dict)
     outbox_share: dict[int, float] = field(default_factory=dict)
     again: set[int] = field(default_factory=set)
+    anew: str = ""
     losses: int = 0  # of hosts, since the session began
     may_stay: set[str] = field(default_factory=set)
     placed: Placed | None = None
@@ -201,8 +203,16 @@ class Live:
         """A host whose stages nobody takes goes on serving."""
         self.may_stay.discard(peer)
         self.lost.pop(peer, None)
-        if not self.lost:
+        if not self.lost and not self.anew:
             self.whole.set()
+
+    def begin_anew(self, reason: str) -> None:
+        """Every stage is rebuilt from the newest set, where it is. Does nothing the second time."""
+        if not self.anew:
+            self.anew = reason
+            self.say("notice", f"every stage goes back to step {self.now.newest.step}: {reason}")
+            self.whole.clear()
+            self.broken.set()
 
     def lose(self, peer: str, reason: str, *, moving: bool = False) -> None:
         """A host of the plan is gone: marks wait, `Repair` wakes. Does nothing the second time.

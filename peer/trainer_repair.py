@@ -31,7 +31,7 @@ class Repair:
             live.broken.clear()
             until = loop.time() + live.options.recover_s
             look, said = False, ""
-            while live.lost:
+            while live.lost or live.anew:
                 try:
                     why = await self._rehost(look)
                 except NoRoomError as error:
@@ -43,9 +43,9 @@ class Repair:
                 for peer in [peer for peer in live.lost if why and peer in live.may_stay]:
                     live.say("moving", f"{peer[-8:]} keeps its stages: {why}", peer=peer)
                     live.keep(peer)
-                if why and live.lost and loop.time() >= until:
+                if why and (live.lost or live.anew) and loop.time() >= until:
                     raise RunPaused(self._farewell(why))
-                if why and live.lost:
+                if why and (live.lost or live.anew):
                     await asyncio.sleep(RETRY_S)
 
     def _stages_of(self, peer: str) -> list[int]:
@@ -54,8 +54,9 @@ class Repair:
     def _farewell(self, why: str) -> str:
         live = self._live
         names = ", ".join(f"peer {peer[-8:]} (stage {k})" for peer in live.lost for k in self._stages_of(peer))
+        what = f"{names} was lost ({next(iter(live.lost.values()))})" if live.lost else live.anew
         return (
-            f"paused: {names} was lost ({next(iter(live.lost.values()))}) and {why}; "
+            f"paused: {what} and {why}; "
             f"saved up to step {live.now.newest.step}, continue with: fusion-run resume {live.folder.root}"
         )
 
@@ -77,13 +78,14 @@ class Repair:
         if look:
             await live.swarm.offers()
         async with live.placing:
-            return await self._put_elsewhere(frozenset(live.lost)) if live.lost else ""
+            return await self._put_elsewhere(frozenset(live.lost)) if live.lost or live.anew else ""
 
     async def _put_elsewhere(self, gone: frozenset[str]) -> str:
         live, now = self._live, self._live.now
         offers = live.devices()
         moved = [k for peer in gone for k in self._stages_of(peer)]
-        group = recovery_group(now.plan, {*moved, *live.again}, now.edges())
+        anew, stages = bool(live.anew), range(now.plan.numerics.stages)
+        group = tuple(stages) if anew else recovery_group(now.plan, {*moved, *live.again}, now.edges())
         try:
             base = msgspec.structs.replace(now.plan, number=now.number)
             factor = PlanRequest(base=base.numerics).state_factor
@@ -107,6 +109,8 @@ class Repair:
             del live.lost[peer]
             live.may_stay.discard(peer)
         live.again.clear()
+        if anew:
+            live.anew = ""
         await self._adopt(plan)
         for old in gone:
             await live.assembly.drop(
@@ -115,4 +119,6 @@ class Repair:
         for k in moved:
             peer = plan.host(k).peer
             live.say("recovered", f"stage {k} goes on at {peer[-8:]} from step {now.newest.step}", peer=peer, stage=k)
+        if anew:
+            live.say("recovered", f"every stage goes on from step {now.newest.step}")
         return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,11 +18,12 @@ import msgspec
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics, Plan, StagePlacement
 from fusion_p2p.planner.replan import MOVING_AVERAGE
-from fusion_p2p.snapshot_check import SnapshotCheck
+from fusion_p2p.snapshot_check import SnapshotCheck, codec_digests, parted
 from peer.blobs import fetch_blob
 from peer.errors import BlobError, DiskFull
 from peer.mark_interval import losses_per_s, mark_interval
 from peer.protocol import BlobRef, Mark, Snapshotted, Trim
+from peer.rehost import computed_apart
 from peer.trainer_assembly import Spawn
 from peer.trainer_buddies import BuddyKeeper
 from peer.trainer_host import MARK_TIMEOUT_S, HostLost
@@ -138,7 +139,8 @@ class SetKeeper:
         live, telling = self._live, asyncio.create_task(self._tell_if_long(marked))
         try:
             made = await self._all_made(marked)
-            await asyncio.gather(*(self._fetch(s, again=self._failed > 0) for s in made))
+            digests = await asyncio.gather(*(self._fetch(s, again=self._failed > 0) for s in made))
+            self._compare(digests)
         except DiskFull:
             raise
         except BlobError as error:
@@ -156,6 +158,21 @@ class SetKeeper:
         files = tuple(StageFile(stage=s.stage, hash=s.state.hash, size=s.state.size) for s in made)
         await self._record(msgspec.structs.replace(marked.manifest, stages=files))
         return True
+
+    def _compare(self, digests: Sequence[Mapping[str, bytes]]) -> None:
+        """BlobError if the ends of an edge hold different axes, as when one was computed again on other hardware: then
+        all begin anew. Hosts whose stages began together have no such excuse: one of the two lies."""
+        live, key = self._live, parted(digests)
+        if not key:
+            return
+        ends = [stage for stage, held in enumerate(digests) if key in held]
+        what = f"stages {ends} hold different {key}"
+        if computed_apart(live.now.plan):
+            live.begin_anew(what)
+        else:
+            for peer in [live.now.plan.host(stage).peer for stage in ends]:
+                live.gone(peer, what)
+        raise BlobError(what)
 
     async def _tell_if_long(self, marked: _Marked) -> None:
         """A set that is long in coming is named: who has not made its snapshot, or what is on its way."""
@@ -227,7 +244,10 @@ class SetKeeper:
                 made = await live.assembly.host(p.peer).mark(Mark(run=live.run, stage=p.stage, tick=tick))
             except HostLost as lost:
                 return live.lose(lost.peer, lost.reason)
+            before = marked.made.get(p.stage)
             marked.made[p.stage] = p, made
+            if before is not None and not before[1].done():
+                before[1].set_exception(HostLost(before[0].peer, "its stage was made anew"))
 
         async with self._marking:
             await asyncio.gather(*map(one, placement))
@@ -252,8 +272,8 @@ class SetKeeper:
                         raise BlobError(f"stage {k} made no snapshot at tick {tick}: {error}")
                 return [_held_by(*waiting[k]) for k in sorted(waiting)]
 
-    async def _fetch(self, made: Snapshotted, *, again: bool) -> None:
-        """BlobError unless the bytes are here and can be the stage's snapshot.
+    async def _fetch(self, made: Snapshotted, *, again: bool) -> dict[str, bytes]:
+        """`codec_digests` of it. BlobError unless the bytes are here and can be the stage's snapshot.
 
         A host that lies is given up, and one that does not serve what it made, `again`.
         """
@@ -274,7 +294,7 @@ class SetKeeper:
                 addresses=live.swarm.addresses,
             )
             self._bytes_per_s = ref.size / max(1e-3, self._clock() - before_s)
-            await asyncio.to_thread(_check, check, path, ref)
+            return await asyncio.to_thread(_check, check, path, ref)
         except InputError as error:
             live.exclude(host)
             live.lose(host, f"stage {made.stage}: {error}")
@@ -296,12 +316,14 @@ def _held_by(p: StagePlacement, made: asyncio.Future[Snapshotted]) -> Snapshotte
     return msgspec.structs.replace(answer, state=msgspec.structs.replace(answer.state, holders=(p.peer,)))
 
 
-def _check(check: SnapshotCheck, path: Path, ref: BlobRef) -> None:
+def _check(check: SnapshotCheck, path: Path, ref: BlobRef) -> dict[str, bytes]:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size != ref.size:
             raise InputError(f"a snapshot of {size} bytes, {ref.size} were announced")
         check.check(file, size)
+        file.seek(0)
+        return codec_digests(file, size)
 
 
 def new_manifest(live: Live, tick: int, numerics: Numerics, files: Sequence[StageFile], data_state: bytes) -> Manifest:

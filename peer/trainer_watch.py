@@ -49,16 +49,24 @@ class Watch:
         self._sink(LinkBytes(self.bytes_sent, waiting, dict(self._held_up_s), self.differing))
         now = self._clock()
         if self.differing and not before:
-            whom = "the trainer" if own_differing else f"stage {stage}"
-            text = (
-                f"exact to rounding, not to the bit: frames that {whom} had came again with other bytes; a host that "
-                "took over computes on other hardware or in another framework"
-            )
-            self._sink(RunEvent(kind="notice", text=text, time_s=now, stage=stage))
+            self._exact_to_rounding("the trainer" if own_differing else f"stage {stage}", stage)
         if status.waited_s > LONG_WAIT_S and abs(now - self._told.get(stage, float("-inf"))) > QUIET_S:  # may go back
             self._told[stage] = now
             text = f"stage {stage} has waited {status.waited_s:.0f} s for {status.waiting_for}"
             self._sink(RunEvent(kind="waiting", text=text, time_s=now, stage=stage))
+
+    def apart(self, stage: int) -> None:
+        """A frame into `stage` goes by what the sender had of an earlier host of it, which computed otherwise."""
+        before, self._differed = self.differing, self._differed + 1
+        if not before:
+            self._exact_to_rounding(f"stage {stage}", stage)
+
+    def _exact_to_rounding(self, whom: str, stage: int) -> None:
+        text = (
+            f"exact to rounding, not to the bit: frames that {whom} had came again with other bytes; a host that took "
+            "over computes on other hardware or in another framework"
+        )
+        self._sink(RunEvent(kind="notice", text=text, time_s=self._clock(), stage=stage))
 
     @property
     def differing(self) -> int:

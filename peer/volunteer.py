@@ -278,7 +278,7 @@ class Volunteer:
                     stage.status = message
                 self._post(message.run, message)
             case StageFault():
-                if message.code in ("died", "frame", "memory"):
+                if message.code in ("died", "frame", "memory", "apart"):
                     self._forget((message.run, message.stage))
                 self._post(message.run, message)
             case _:

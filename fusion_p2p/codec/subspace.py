@@ -15,7 +15,7 @@ import torch
 from fusion_p2p.codec import channels, rotation, wire
 from fusion_p2p.codec.base import Aux, Codec, Direction, FrameKey, Shape
 from fusion_p2p.codec.names import bits, numbers
-from fusion_p2p.errors import FrameError, InputError
+from fusion_p2p.errors import EndsDiffer, FrameError, InputError
 
 REFRESH = 32  # steps between bases
 _HASH = 8
@@ -91,7 +91,7 @@ class Subspace(Codec):
             raise FrameError(f"frame with basis mark {fresh}, 0 or 1 expected")
         if not fresh:
             if self._current is None or self._current.digest != digest or self._current.axes.shape != (width, rank):
-                raise FrameError(f"frame names the basis {digest.hex()}, which this end does not hold")
+                raise EndsDiffer(f"frame names the basis {digest.hex()}, which this end does not hold")
             return self._current
         axes = wire.dense_tensor(reader.take(2 * width * rank), (width, rank), torch.bfloat16)
         if not bool((axes.abs() <= 1.01).all()):
@@ -112,7 +112,7 @@ class Subspace(Codec):
         reader = wire.Reader(body)
         digest = bytes(reader.take(_HASH))
         if not isinstance(aux, Basis) or aux.digest != digest:
-            raise FrameError(f"gradient frame names the basis {digest.hex()}, which was not the activation's")
+            raise EndsDiffer(f"gradient frame names the basis {digest.hex()}, which was not the activation's")
         flat = rotation.decode(reader, rows * rank, self.bits["backward"], key, 1, self.device)
         reader.done()
         return channels.from_rows(flat.view(rows, rank) @ aux.axes.to(self.device).T, shape)

@@ -1,8 +1,8 @@
 """`topk-masked:D[/B]`: Top-K whose gradient travels at the forward mask: the exact gradient of the masked network.
 
 Forward: channel means, and of what is left the largest: gap-coded indices and 4-bit logarithmic values. Backward: a
-hash of the mask and B-bit unbiased rotated values (4 unless named), no indices; `include_indices(aux)` adds them, for
-a receiver whose mask differs (a sender rebuilt on hardware that rounds otherwise).
+hash of the mask and B-bit unbiased rotated values (4 unless named), no indices; `include_indices(aux)` adds them. A
+receiver whose mask differs (it was rebuilt on hardware that rounds otherwise) raises EndsDiffer.
 """
 
 from __future__ import annotations
@@ -20,15 +20,11 @@ from fusion_p2p.codec.names import bits, numbers
 from fusion_p2p.codec.names import density as parse_density
 from fusion_p2p.codec.selection import select
 from fusion_p2p.codec.topk import kept
-from fusion_p2p.errors import FrameError
+from fusion_p2p.errors import EndsDiffer, FrameError
 
 _BLOCK = 512  # kept values that share a range
 _TOP = 7  # highest of the eight magnitudes
 _HASH = 8
-
-
-class MaskMismatch(FrameError):
-    """A gradient frame was made at another mask than ours; ask for it with the indices (`include_indices`)."""
 
 
 class Mask(msgspec.Struct, frozen=True):
@@ -145,7 +141,7 @@ class TopKMasked(Codec):
         elif isinstance(aux, Mask) and aux.digest == digest:
             indices = aux.indices.to(self.device)
         else:
-            raise MaskMismatch(f"gradient frame at mask {digest.hex()}, which is not the one sent; ask for its indices")
+            raise EndsDiffer(f"gradient frame at mask {digest.hex()}, which is not the one sent")
         values = rotation.decode(reader, k, self.backward_bits, key, 1, self.device)
         reader.done()
         return self._scatter(indices, values, shape)

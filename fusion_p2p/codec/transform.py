@@ -20,7 +20,7 @@ import torch
 from fusion_p2p.codec import channels, rates, rotation, symbols, wire
 from fusion_p2p.codec.base import Aux, Codec, Direction, FrameKey, Shape
 from fusion_p2p.codec.names import bits, numbers
-from fusion_p2p.errors import FrameError
+from fusion_p2p.errors import EndsDiffer, FrameError
 
 REFRESH = 32  # steps between axes
 _HASH = 8
@@ -170,7 +170,7 @@ class Transform(Codec):
             raise FrameError(f"frame with axes mark {fresh}, 0 or 1 expected")
         if not fresh:
             if held is None or held.digest != digest or held.synthesis.shape != (width, width):
-                raise FrameError(f"frame names the axes {digest.hex()}, which this end does not hold")
+                raise EndsDiffer(f"frame names the axes {digest.hex()}, which this end does not hold")
             return held
         synthesis = wire.dense_tensor(reader.take(2 * width * width), (width, width), torch.bfloat16)
         power = torch.from_numpy(reader.floats(width, "axis power"))

@@ -12,6 +12,8 @@ import msgspec
 
 from dht.records import Device, PeerRecord
 from dht.transport import Stream
+from fusion_p2p.compute import Compute
+from fusion_p2p.errors import EndsDiffer
 from fusion_p2p.frame import TRAINER, Frame
 from fusion_p2p.guard import Guard
 from fusion_p2p.ir import OpDag
@@ -23,6 +25,7 @@ from peer.blobs import BlobStore, fetch_blob, serve_blobs
 from peer.channel_io import ChannelSettings
 from peer.control_io import MessageStream
 from peer.executor_compute import TICKS_TAKEN
+from peer.link_ends import LinkEvent
 from peer.links import Links
 from peer.protocol import (
     CONTROL,
@@ -33,6 +36,7 @@ from peer.protocol import (
     Connect,
     Drop,
     Endpoint,
+    Heartbeat,
     Held,
     Hello,
     Mark,
@@ -43,6 +47,7 @@ from peer.protocol import (
     RunSpec,
     SessionCert,
     Snapshotted,
+    StageFault,
     StageOffer,
     StageStatus,
     Suspect,
@@ -62,9 +67,17 @@ class _Hosted:
         self.marks: dict[int, asyncio.Future[bytes]] = {}
         self.news = asyncio.Event()
         self.named: Suspicion | None = None
+        self.differing = 0
         self.task: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
+        try:
+            await self._compute()
+        except EndsDiffer as error:
+            assert error.src is not None
+            self.links.report("apart", error.src, str(error))
+
+    async def _compute(self) -> None:
         while True:
             self.news.clear()
             while (frame := self.links.get_nowait(self.stage.tick + TICKS_TAKEN)) is not None:
@@ -77,9 +90,36 @@ class _Hosted:
                 self.named, me = what, self.links.me
                 said = Suspect(run=self.links.run.hex(), stage=me.stage, incarnation=me.incarnation, what=what)
                 await self.owner._say(messages, said)
+            if self.links.differing() > self.differing and messages is not None:
+                await self._tell_differing(messages)
             for out in sent or ():
                 await self.links.send(self.owner.lie(out))
             await (self.news.wait() if sent is None else asyncio.sleep(0))
+
+    async def _tell_differing(self, messages: MessageStream[ToVolunteer]) -> None:
+        self.differing, me = self.links.differing(), self.links.me
+        said = StageStatus(
+            run=self.links.run.hex(),
+            stage=me.stage,
+            incarnation=me.incarnation,
+            tick=self.stage.tick,
+            differing=self.differing,
+        )
+        await self.owner._say(messages, said)
+
+    def on_event(self, event: LinkEvent) -> None:
+        """As an executor does."""
+        if event.code == "apart" and (messages := self.owner.messages) is not None:
+            me, reason = self.links.me, f"stage {event.stage}: {event.reason}"
+            said = StageFault(
+                run=self.links.run.hex(),
+                stage=me.stage,
+                incarnation=me.incarnation,
+                code="apart",
+                reason=reason,
+                peer=event.peer,
+            )
+            self.told = asyncio.ensure_future(self.owner._say(messages, said))
 
 
 class MiniVolunteer:
@@ -100,6 +140,7 @@ class MiniVolunteer:
         self.trial_s = 0.0
         self.unit_s = 0.0
         self._now_s = 0.0
+        self.compute: type[Compute] = Compute
         self.lie: Callable[[Frame], Frame] = lambda frame: frame
         self.renewed: asyncio.Queue[SessionCert] = asyncio.Queue()
         self.messages: MessageStream[ToVolunteer] | None = None
@@ -158,6 +199,8 @@ class MiniVolunteer:
                     marks.add(asyncio.create_task(self._mark(messages, message)))
                 case Renew():
                     self.renewed.put_nowait(msgspec.msgpack.decode(message.cert.body, type=SessionCert))
+                case Heartbeat():
+                    await self._say(messages, message)
                 case Pass():
                     self.hosted[message.stage].stage.pass_frame(message.frame)
                     self.hosted[message.stage].news.set()
@@ -192,6 +235,7 @@ class MiniVolunteer:
             first_tick=offer.first_tick,
             window=offer.window,
             clock=self._clock,
+            compute=self.compute,
             guard=Guard(offer.watched),
         )
         me = Endpoint(stage=a.stage, peer=self.peer, endpoint=secrets.token_hex(8), incarnation=a.incarnation)
@@ -205,6 +249,7 @@ class MiniVolunteer:
             logged=lambda dst: offer.logged or dst == TRAINER,
             start_tick=offer.first_tick,
             notify=lambda: hosted.news.set(),
+            on_event=lambda event: hosted.on_event(event),
         )
         await links.__aenter__()
         hosted = self.hosted[a.stage] = _Hosted(stage, links, self)

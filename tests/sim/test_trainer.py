@@ -17,6 +17,7 @@ from fusion_p2p.errors import InputError
 from fusion_p2p.optim import AdamW
 from fusion_p2p.pipeline import LocalPipeline
 from fusion_p2p.plan import LinkCodec, NumericLogEntry, Numerics
+from fusion_p2p.settings import OptimizerSpec
 from fusion_p2p.snapshot import digest, from_bytes, initial_state, to_bytes, weights, weights_blake2b
 from fusion_p2p.workload import atoms
 from peer.blobs import serve_blobs
@@ -64,9 +65,13 @@ def captured() -> Captured:
 
 
 def expected(
-    captured: Captured, cuts: tuple[int, ...], steps: int, codecs: tuple[LinkCodec, ...] = ()
+    captured: Captured,
+    cuts: tuple[int, ...],
+    steps: int,
+    codecs: tuple[LinkCodec, ...] = (),
+    optimizer: OptimizerSpec = OPTIMIZER,
 ) -> tuple[list[float], str]:
-    local = LocalPipeline(captured, optimizer=OPTIMIZER, micro_batches=3, micro_batch_size=2, cuts=cuts, codecs=codecs)
+    local = LocalPipeline(captured, optimizer=optimizer, micro_batches=3, micro_batch_size=2, cuts=cuts, codecs=codecs)
     return [local.train_step(batch(i)) for i in range(steps)], local.weights_blake2b()
 
 
@@ -86,14 +91,14 @@ class _Board:
 class Lab:
     """A run folder, a network, volunteers."""
 
-    def __init__(self, captured: Captured, root: Path) -> None:
+    def __init__(self, captured: Captured, root: Path, optimizer: OptimizerSpec = OPTIMIZER) -> None:
         self.captured, self.folder = captured, RunFolder(root / "run")
         self.network, self.root = Network(), root
         self.volunteers: list[MiniVolunteer] = []
         self.heard: list[Happening] = []
         self.key = new_session_key()
         spec = make_run_spec(
-            self.key, name="lab", opdag_hash=captured.opdag.hash, seed=0, optimizer=OPTIMIZER, created=1.0
+            self.key, name="lab", opdag_hash=captured.opdag.hash, seed=0, optimizer=optimizer, created=1.0
         )
         self.folder.create(spec[1], captured.opdag.to_bytes())
 

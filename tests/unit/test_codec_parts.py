@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fusion_p2p.codec import FrameKey, channels, entropy, indices, parse, rates, rotation, symbols, transform, wire
 from fusion_p2p.codec.selection import sampled_threshold, select
-from fusion_p2p.codec.topk_masked import MaskMismatch, TopKMasked
-from fusion_p2p.errors import FrameError
+from fusion_p2p.codec.topk_masked import TopKMasked
+from fusion_p2p.errors import EndsDiffer, FrameError
 
 KEY = FrameKey(seed=3, step=5, micro_batch=0, value=11)
 
@@ -223,7 +223,7 @@ def test_another_mask_is_named_and_its_indices_mend_it() -> None:
     payload, _ = sender.encode_forward(x, KEY)
     _, got = receiver.decode_forward(payload, (64, 64), torch.float32, KEY)
     _, other = rebuilt.encode_forward(x + 0.05 * torch.randn(64, 64), KEY)
-    with pytest.raises(MaskMismatch, match="ask for its indices"):
+    with pytest.raises(EndsDiffer, match="not the one sent"):
         rebuilt.decode_backward(receiver.encode_backward(g, got, KEY), (64, 64), torch.float32, other, KEY)
     back = receiver.encode_backward(g, TopKMasked.include_indices(got), KEY)
     assert len(back) <= receiver.bound((64, 64), torch.float32, "backward")

@@ -43,3 +43,19 @@ def test_a_stage_speaks_of_its_own_links_only() -> None:
         )
         watch.status(said, 2, {"-1-0": 3})
     assert watch.bytes_sent == {"1-0": 99, "1--1": 5, "-1-0": 3}
+
+
+def test_ends_that_no_longer_agree_make_the_run_exact_to_rounding() -> None:
+    heard: list[Happening] = []
+    report = Report()
+
+    def sink(happening: Happening) -> None:
+        heard.append(happening)
+        report(happening)
+
+    watch = Watch(sink, lambda: 5.0)
+    watch.apart(1)
+    watch.apart(2)
+    watch.status(status(0, 1, 0), 2, {}, 0)
+    assert [e.stage for e in heard if isinstance(e, RunEvent)] == [1]
+    assert report.as_dict("")["exact_to"] == "rounding"

@@ -29,7 +29,7 @@ demo: setup  ## train GPT-2 on a swarm of 4 volunteer processes on this machine 
 	@$(BIN)/fusion-run train examples/gpt2.toml --local 4 --run-dir runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: setup  ## all tests (at most 20 minutes on 2 cores)
-	$(BIN)/python -m pytest tests -m "not soak"
+	$(BIN)/python -m pytest tests -m "not soak" -n 3 --dist loadfile
 
 unit: setup  ## unit tests only (no sockets, under a minute)
 	$(BIN)/python -m pytest tests/unit -m "not soak"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     from peer.daemon import JoinOptions
@@ -161,45 +161,33 @@ def _add_join(sub: argparse.ArgumentParser) -> None:
     add("--verbose", action="store_true", help="log to stderr (default: warnings only)")
 
 
-def _threads(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 1024:
-        raise argparse.ArgumentTypeError(f"{text} must lie between 1 and 1024")
-    return value
+Number = TypeVar("Number", int, float)
+
+
+def _between(convert: Callable[[str], Number], low: float, high: float, unit: str = "") -> Callable[[str], Number]:
+    """An option's type: a number from `low` to `high`."""
+
+    def checked(text: str) -> Number:
+        value = convert(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} must lie between {low:.10g} and {high:.10g}{unit}")
+        return value
+
+    checked.__name__ = convert.__name__  # argparse says "invalid float value"
+    return checked
+
+
+_threads = _between(int, 1, 1024)
+_minutes = _between(float, 0, 1440, " minutes")
+_seconds = _between(float, 0.05, 3600, " s")
+_rate = _between(float, 0.01, 1e6)
+_gigabytes = _between(float, 0.01, 1e6, " GB")
 
 
 def _place(text: str) -> str:
     if len(text) > 32 or any(not c.isalpha() and c not in " -,." for c in text):
         raise argparse.ArgumentTypeError(f"{text!r}: a place is at most 32 letters, as in --place 'northern Spain'")
     return text
-
-
-def _minutes(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1440:
-        raise argparse.ArgumentTypeError(f"{text} must lie between 0 and 1440 minutes")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0.05 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} must lie between 0.05 and 3600 s")
-    return value
-
-
-def _rate(text: str) -> float:
-    value = float(text)
-    if not 0.01 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text} must lie between 0.01 and 1000000")
-    return value
-
-
-def _gigabytes(text: str) -> float:
-    value = float(text)
-    if not 0.01 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text} must lie between 0.01 and 1000000 GB")
-    return value
 
 
 def _size(text: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import re
 import subprocess
@@ -22,6 +21,7 @@ from fusion_p2p.interp import Program
 from fusion_p2p.ir import OpDag
 from fusion_p2p.opset import OPS, dtype_of
 from fusion_p2p.seeded import RngKey
+from tests.adversarial.coverage_fuzz import runs_of
 from tests.adversarial.hostile_dags import HOSTILE, encode, golden
 from tests.tiny_gpt2 import GOLDEN
 
@@ -157,17 +157,4 @@ def test_opset_holds_nothing_in_place_random_or_from_outside() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seconds", [20, pytest.param(120, marks=pytest.mark.soak)])
 def test_fuzz_guided_by_coverage(tmp_path: Path, seconds: int) -> None:
-    pytest.importorskip("atheris", reason="coverage-guided fuzzing needs atheris: pip install 'fusion-p2p[dev]'")
-    limits = (f"-max_total_time={seconds}", "-rss_limit_mb=1500", "-timeout=20", "-max_len=40000", "-seed=1")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.adversarial.atheris_opdag", str(tmp_path / "corpus"), *limits],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    runs = int(done.stderr.rsplit("Done ", 1)[1].split()[0])
-    assert runs > 10 * seconds
+    assert runs_of("atheris_opdag", tmp_path, seconds=seconds, max_bytes=40_000) > 10 * seconds

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import torch
 from fusion_p2p.codec import parse
 from fusion_p2p.errors import FrameError
 from tests.adversarial.codec_fuzz import KEY, NAMES, frames, fuzz, mutate
+from tests.adversarial.coverage_fuzz import runs_of
 
 
 def test_mutated_payloads_give_typed_errors_only() -> None:
@@ -32,19 +30,7 @@ def test_a_million_mutations_give_typed_errors_only() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seconds", [8, pytest.param(120, marks=pytest.mark.soak)])
 def test_fuzz_guided_by_coverage(tmp_path: Path, seconds: int) -> None:
-    pytest.importorskip("atheris", reason="coverage-guided fuzzing needs atheris: pip install 'fusion-p2p[dev]'")
-    limits = (f"-max_total_time={seconds}", "-rss_limit_mb=1500", "-timeout=20", "-max_len=9000", "-seed=1")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.adversarial.atheris_codecs", str(tmp_path / "corpus"), *limits],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stderr.rsplit("Done ", 1)[1].split()[0]) > 10 * seconds
+    assert runs_of("atheris_codecs", tmp_path, seconds=seconds, max_bytes=9_000) > 10 * seconds
 
 
 @pytest.mark.parametrize("name", NAMES)

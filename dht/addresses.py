@@ -11,6 +11,7 @@ from dht.errors import InputError
 from dht.identity import peer_id_bytes
 
 MAX_ADDRESS_CHARS = 256
+CIRCUIT = "/p2p-circuit"
 _EXAMPLE = "/ip4/203.0.113.5/tcp/31330/p2p/12D3KooW..."
 
 
@@ -71,6 +72,11 @@ def with_tcp_port(text: str, port: int) -> str:
     if "tcp" in parts:
         parts[parts.index("tcp") + 1] = str(port)
     return "/".join(parts)
+
+
+def is_relayed(text: str) -> bool:
+    """Whether an address leads by way of another peer."""
+    return CIRCUIT in text
 
 
 def to_bytes(text: str) -> bytes:

@@ -193,7 +193,7 @@ async def _relayed(board: Board) -> frozenset[str]:
         found = await board.transport.connected()
     except DhtError:
         return frozenset()
-    return frozenset(p for p, where in found.items() if where and all("/p2p-circuit" in a for a in where))
+    return frozenset(p for p, where in found.items() if where and all(addresses.is_relayed(a) for a in where))
 
 
 async def seen_at(board: Board, peer: str) -> str:
@@ -202,4 +202,4 @@ async def seen_at(board: Board, peer: str) -> str:
         found = (await board.transport.connected()).get(peer, ())
     except DhtError:
         return ""
-    return next((ip for a in found if "/p2p-circuit" not in a and (ip := addresses.ip_of(a))), "")
+    return next((ip for a in found if not addresses.is_relayed(a) and (ip := addresses.ip_of(a))), "")

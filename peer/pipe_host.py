@@ -15,7 +15,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -143,7 +143,7 @@ class PipeHost:
         if before is not None:
             before.close()
         self._resting[peer] = talk
-        beats = asyncio.ensure_future(_beat(talk))
+        beats = asyncio.ensure_future(beat(talk, Alive()))
         try:
             while isinstance(await talk.receive(timeout_s=SILENT_S), Alive):
                 pass
@@ -232,8 +232,10 @@ async def _until_idle(passed: Counter[str]) -> None:
         await asyncio.sleep(IDLE_S)
 
 
-async def _beat(talk: MessageStream[ToHost]) -> None:
+async def beat(talk: MessageStream[Any], first: Rest | Alive) -> None:
+    """`first`, then a sign of life every ALIVE_S, until the stream fails."""
     with contextlib.suppress(OSError, TimeoutError, RuntimeError):
+        await talk.send(first, timeout_s=SEND_S)
         while True:
-            await talk.send(Alive(), timeout_s=SEND_S)
             await asyncio.sleep(ALIVE_S)
+            await talk.send(Alive(), timeout_s=SEND_S)

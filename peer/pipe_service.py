@@ -78,8 +78,8 @@ class PipeService:
 
     def addresses(self, own: Iterable[str]) -> tuple[str, ...]:
         """What to publish: where this peer listens, then the hosts by way of which it is reached."""
-        direct = [a for a in own if "/p2p-circuit" not in a]
-        relayed = [a for a in own if "/p2p-circuit" in a]
+        direct = [a for a in own if not addresses.is_relayed(a)]
+        relayed = [a for a in own if addresses.is_relayed(a)]
         piped = dict.fromkeys((*self.pipes.addresses(), *relayed))
         return (*direct[:MAX_DIRECT], *list(piped)[:MAX_PIPED])
 
@@ -98,7 +98,7 @@ def pipe_hosts(peers: Iterable[PeerRecord], me: str) -> list[str]:
 
 def public_addresses(known: Iterable[str]) -> tuple[str, ...]:
     """Those that can be dialled from anywhere, or from the same local network; not loopback, not by way of others."""
-    return tuple(a for a in known if "/p2p-circuit" not in a and "/127." not in a and "/::1/" not in a)
+    return tuple(a for a in known if not addresses.is_relayed(a) and "/127." not in a and "/::1/" not in a)
 
 
 # --- can this peer be dialled?
@@ -144,4 +144,4 @@ async def reach_of(transport: P2PTransport) -> tuple[ReachWord, tuple[str, ...]]
         return "", own
     if any(r.result == "open" for r in found):
         return "direct", own
-    return "relay" if any("/p2p-circuit" in a for a in own) else "none", own
+    return "relay" if any(addresses.is_relayed(a) for a in own) else "none", own

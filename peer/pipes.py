@@ -28,13 +28,11 @@ from peer import pipe_seal
 from peer.control_io import MessageStream
 from peer.errors import WireError
 from peer.pipe_host import (
-    ALIVE_S,
     MAX_MESSAGE,
     PIPE,
     RING_S,
     SEND_S,
     SILENT_S,
-    Alive,
     Answer,
     Call,
     Direct,
@@ -43,6 +41,7 @@ from peer.pipe_host import (
     Refuse,
     Rest,
     Ring,
+    beat,
 )
 from peer.pipe_seal import Sealed
 
@@ -74,12 +73,12 @@ FROM_DOOR: msgspec.msgpack.Decoder[Joined | Direct | Refuse] = msgspec.msgpack.D
 
 def circuit(host: str, peer: str) -> str:
     """The address of `peer` by way of `host` (an address that ends in /p2p/HOST)."""
-    return f"{host}/p2p-circuit/p2p/{peer}"
+    return f"{host}{addresses.CIRCUIT}/p2p/{peer}"
 
 
 def hosts_of(known: tuple[str, ...]) -> tuple[str, ...]:
     """The hosts (as addresses) in a peer's addresses; of malformed ones none."""
-    return tuple(dict.fromkeys(a.partition("/p2p-circuit")[0] for a in known if "/p2p-circuit" in a))
+    return tuple(dict.fromkeys(a.partition(addresses.CIRCUIT)[0] for a in known if addresses.is_relayed(a)))
 
 
 class Pipes:
@@ -179,7 +178,7 @@ class Pipes:
         try:
             stream = await self._open(address)
             talk: MessageStream[FromHost] = MessageStream(stream.reader, stream.writer, _FROM_HOST, limit=MAX_MESSAGE)
-            beats = asyncio.ensure_future(_beat(talk))
+            beats = asyncio.ensure_future(beat(talk, Rest()))
             try:
                 while (message := await talk.receive(timeout_s=SILENT_S)) is not None:
                     if isinstance(message, Ring):
@@ -256,7 +255,7 @@ class Pipes:
             found = (await self._transport.connected()).get(ring.caller, ())
         except DhtError:
             return False
-        return any("/p2p-circuit" not in a for a in found)
+        return any(not addresses.is_relayed(a) for a in found)
 
     # --- calling
 
@@ -360,11 +359,3 @@ def _talk(stream: Stream) -> MessageStream[FromHost]:
 
 def _host_id(address: str) -> str:
     return address.rpartition("/p2p/")[2]
-
-
-async def _beat(talk: MessageStream[FromHost]) -> None:
-    with contextlib.suppress(*_FAILURES):
-        await talk.send(Rest(), timeout_s=SEND_S)
-        while True:
-            await asyncio.sleep(ALIVE_S)
-            await talk.send(Alive(), timeout_s=SEND_S)

@@ -26,6 +26,7 @@ from peer.offers import DeviceOffer, SwarmLinks, network_of, sources
 from peer.plan_codecs import Channel, choices, ladder_for, link_codecs, neighbours, rungs_of, with_rungs
 from peer.plan_durability import interval, keepers
 from peer.plan_hosts import OPFENCE, device_of, propose, propose_by
+from peer.plan_rates import corrections, within
 from peer.stage_load import Load, mib, stage_bytes
 
 if TYPE_CHECKING:
@@ -246,17 +247,12 @@ def revise(
     no other plan would be `WORTH` it; else a plan of the next number. A device that had no trial step is taken to be
     off by as much as the median of those that had.
     """
-    predicted, measured = dict[tuple[str, str], float](), dict[tuple[str, str], float]()
     now = proposal_of(plan, atoms, offers, request)
-    for p in plan.placement:
-        if measured_s.get(p.stage, 0.0) > 0:
-            key = p.peer, p.device
-            predicted[key] = predicted.get(key, 0.0) + now.score.stage_s[p.stage]
-            measured[key] = measured.get(key, 0.0) + measured_s[p.stage]
-    ratio = {key: measured[key] / predicted[key] for key in measured}
-    wrong = any(not 1 / WRONG <= r <= WRONG for r in ratio.values())
+    placed = {p.stage: (p.peer, p.device) for p in plan.placement}
+    ratio = corrections(placed, measured_s, dict(enumerate(now.score.stage_s)))
     if not ratio:
         return plan, list(offers)
+    wrong = any(not within(r, 1.0, WRONG) for r in ratio.values())
     usual = statistics.median(ratio.values())  # what a model's operators cost beyond what rates promise, all alike
     offers = [replace(o, correction=o.correction * ratio.get((o.peer, o.device), usual)) for o in offers]
     other = make_plan(atoms, offers, replace(request, number=plan.number + 1))
@@ -290,16 +286,19 @@ def proposal_of(plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer]
 
 def wanted_bytes(atoms: Sequence[Atom], request: PlanRequest, peers: int) -> int:
     """Device memory that each of `peers` volunteers should offer for the whole model to fit, one micro-batch each."""
+    need, largest = _least_bytes(atoms, request)
+    return max(largest, math.ceil(need / peers))
+
+
+def _least_bytes(atoms: Sequence[Atom], request: PlanRequest) -> tuple[int, int]:
+    """(of the whole model, of its largest piece), one micro-batch in flight."""
     load = Load(atoms, request.base.micro_batches, request.state_factor)
-    largest = max(load.bytes(a, a + 1, 1) for a in range(load.n))
-    return max(largest, math.ceil(load.bytes(0, load.n, 1) / peers))
+    return load.bytes(0, load.n, 1), max(load.bytes(a, a + 1, 1) for a in range(load.n))
 
 
 def _shortage(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> str:
-    load = Load(atoms, request.base.micro_batches, request.state_factor)
-    need = load.bytes(0, load.n, 1)
+    need, largest = _least_bytes(atoms, request)
     have = sum(o.memory_bytes for o in offers)
-    largest = max(load.bytes(a, a + 1, 1) for a in range(load.n))
     return (
         f"too little memory in the swarm: the model needs about {mib(need)} (its largest piece {mib(largest)}), "
         f"{len(offers)} device(s) offer {mib(have)}; ask for more volunteers, raise their --memory, "

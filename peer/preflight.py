@@ -169,7 +169,7 @@ async def network_findings(transport: P2PTransport, board: Board, fencing: Fenci
     )
     reaches = await try_reach(transport, fencing.prober, port) if port else []
     hosts = pipe_hosts(await board.peers(timeout_s=5.0), transport.peer_id)
-    out += reach_findings(reaches, port, relays=[a for a in own if "/p2p-circuit" in a], pipes=len(hosts))
+    out += reach_findings(reaches, port, relays=[a for a in own if addresses.is_relayed(a)], pipes=len(hosts))
     stand = fencing.stand
     if stand is None or not stand.leader:
         out.append(Finding(name="fence", ok=None, text="none yet; it shows within a minute: fusion-peer status"))
@@ -271,7 +271,7 @@ async def refuse_second_host(transport: P2PTransport, board: Board | None, ident
             return
     for text in dict.fromkeys(found):
         ip, port = addresses.ip_of(text), addresses.tcp_port(text)
-        if not ip or not port or text.partition("/p2p/")[0] in own or "/p2p-circuit" in text:
+        if not ip or not port or text.partition("/p2p/")[0] in own or addresses.is_relayed(text):
             continue
         if await dial(ip, port, timeout_s=2.0) == "open":
             raise InputError(

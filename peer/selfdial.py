@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 from pathlib import Path
 
+from dht import addresses
 from dht.errors import NoSuchProtocol, PeerUnreachable, TransportError
 from dht.transport import Stream, StreamHandler, Transport
 from peer.pipes import hosts_of, through
@@ -85,7 +86,7 @@ class SelfDial:
             where = (await self._inner.connected()).get(peer_id, ())
         except TransportError:
             return False
-        return any("/p2p-circuit" not in a for a in where)
+        return any(not addresses.is_relayed(a) for a in where)
 
     async def local(self, protocol: str, remote: str, *, timeout_s: float = 10.0) -> Stream:
         """A stream to whichever process of this peer serves `protocol`, as one from `remote`."""

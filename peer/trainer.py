@@ -32,7 +32,7 @@ from peer.protocol import BlobRef
 from peer.session_tasks import SessionTasks
 from peer.signing import sign
 from peer.trainer_adopt import Adopted, Replay, adopt, note_hosts, note_release
-from peer.trainer_assembly import Assembly, Refusal
+from peer.trainer_assembly import Assembly
 from peer.trainer_balance import Balance
 from peer.trainer_gate import Gate
 from peer.trainer_hearing import Hearing
@@ -98,7 +98,7 @@ class Trainer:
         self._gate = Gate(self._live)
         self._hearing = Hearing(self._live, self.watch, self.spawn)
         self.sets = SetKeeper(self._live, self._turn, self.spawn)
-        self._switch = Switch(self._live, self._turn, self._install, self._adopt, self._refused)
+        self._switch = Switch(self._live, self._turn, self._install, self._adopt)
         self._slots = asyncio.Semaphore(AHEAD)
         self._new_from = 0  # earlier ticks were released before, by another session
         self._results: dict[int, asyncio.Future[TickResult]] = {}
@@ -171,7 +171,7 @@ class Trainer:
 
         live.say("phase", "placing the stages")
         first_tick = resumed.tick if resumed else 0
-        plan, offers = await live.assembly.assemble(live.atoms, offers, request, states, first_tick, self._refused)
+        plan, offers = await live.assembly.assemble(live.atoms, offers, request, states, first_tick, live.refused)
         if resumed is None:
             await asyncio.to_thread(self._log, NumericLogEntry(0, plan.numerics, "the first plan"))
             await asyncio.to_thread(lambda: live.folder.save_set(self._first_set(plan, data_state)))
@@ -288,11 +288,6 @@ class Trainer:
         live.sink(PlanAdopted(plan))
         if not live.lost and not live.anew:
             live.whole.set()
-
-    def _refused(self, refusal: Refusal) -> None:
-        p = refusal.placement
-        text = f"{p.peer[-8:]} refuses stage {p.stage}: {refusal.reason}"
-        self._live.say("refused", text, peer=p.peer, stage=p.stage)
 
     # --- ticks
 

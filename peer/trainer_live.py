@@ -23,13 +23,14 @@ from peer.plan_change import SETUP_S, Advice
 from peer.plan_codecs import channels_of
 from peer.plan_rates import Rates
 from peer.protocol import BlobRef
-from peer.trainer_assembly import Assembly
+from peer.trainer_assembly import Assembly, Refusal
 from peer.trainer_session import Session
 from peer.trainer_state import Manifest, RunFolder
 from peer.trainer_swarm import Swarm
 from peer.trainer_ticks import TickBook
 
 GATHER_S = 60.0
+AFTER_REFUSAL_S = 60.0  # before a volunteer that refused a stage while the run goes on is asked again
 AFTER_LOSS_S = 15.0  # before a volunteer that was lost, or could not be reached, is tried again
 
 
@@ -234,6 +235,13 @@ class Live:
             self.say("lost", f"{peer[-8:]} (stage {stage}) was lost: {reason}", peer=peer, stage=stage)
         self.whole.clear()
         self.broken.set()
+
+    def refused(self, refusal: Refusal, for_s: float = 0.0) -> None:
+        """Said; and for `for_s` that peer is asked no more."""
+        p = refusal.placement
+        self.say("refused", f"{p.peer[-8:]} refuses stage {p.stage}: {refusal.reason}", peer=p.peer, stage=p.stage)
+        if for_s > 0:
+            self.exclude(p.peer, for_s)
 
     def say(
         self, kind: str, text: str, *, peer: str = "", stage: int = -1, wanted_peers: int = 0, wanted_bytes: int = 0

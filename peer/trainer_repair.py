@@ -7,15 +7,12 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Plan
-from peer.placement import PlanRequest
 from peer.rehost import NoRoomError, recovery_group, rehost
 from peer.trainer_host import RunPaused
-from peer.trainer_live import Live
+from peer.trainer_live import AFTER_REFUSAL_S, Live
 
 RETRY_S = 1.0
-AFTER_REFUSAL_S = 60.0  # before a volunteer that refused a stage is asked again
 
 
 class Repair:
@@ -86,20 +83,13 @@ class Repair:
         moved = [k for peer in gone for k in self._stages_of(peer)]
         anew, stages = bool(live.anew), range(now.plan.numerics.stages)
         group = tuple(stages) if anew else recovery_group(now.plan, {*moved, *live.again}, now.edges())
-        try:
-            base = msgspec.structs.replace(now.plan, number=now.number)
-            factor = PlanRequest(base=base.numerics).state_factor
-            plan = rehost(base, gone, group, live.atoms, offers, factor, self._proposed(gone))
-        except NoRoomError:
-            raise
-        except InputError as error:
-            return str(error)
+        base, factor = msgspec.structs.replace(now.plan, number=now.number), live.request.state_factor
+        plan = rehost(base, gone, group, live.atoms, offers, factor, self._proposed(gone))
         before, now.number = now.plan, plan.number
         refusals = await live.assembly.place(plan, group, live.refs(now.newest), now.newest.tick)
         for r in refusals:
             p = r.placement
-            live.say("refused", f"{p.peer[-8:]} refuses stage {p.stage}: {r.reason}", peer=p.peer, stage=p.stage)
-            live.exclude(p.peer, AFTER_REFUSAL_S)
+            live.refused(r, AFTER_REFUSAL_S)
             if r.gone or now.plan.host(p.stage).peer == p.peer:
                 live.lose(p.peer, r.reason)
         if refusals:

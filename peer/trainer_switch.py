@@ -23,12 +23,11 @@ from peer.plan_change import Advice, hosts, prior_s, still_pays
 from peer.plan_rates import corrections
 from peer.rehost import recovery_group, relocated
 from peer.signing import sign
-from peer.trainer_assembly import MAX_PLANS, Refusal
+from peer.trainer_assembly import MAX_PLANS
 from peer.trainer_host import RunPaused
-from peer.trainer_live import Live
+from peer.trainer_live import AFTER_REFUSAL_S, Live
 from peer.trainer_state import Manifest, StageFile
 
-AFTER_REFUSAL_S = 60.0
 Install = Callable[[Plan, list[DeviceOffer], Manifest], Awaitable[None]]
 
 
@@ -42,9 +41,8 @@ class Switch:
         turn: asyncio.Lock,
         install: Install,
         adopt: Callable[[Plan], Awaitable[None]],
-        refused: Callable[[Refusal], None],
     ) -> None:
-        self._live, self._turn, self._install, self._adopt, self._refused = live, turn, install, adopt, refused
+        self._live, self._turn, self._install, self._adopt = live, turn, install, adopt
 
     async def carry_out(self) -> Advice | None:
         """Make the change that is due, if the newest set stands where the next tick begins; the advice followed.
@@ -139,7 +137,7 @@ class Switch:
         refs = live.refs(manifest)
         atoms = live.rates.scaled(live.atoms)
         return await live.assembly.assemble(
-            atoms, live.devices(), request, lambda _: refs, manifest.tick, self._refused, live.rates.real
+            atoms, live.devices(), request, lambda _: refs, manifest.tick, live.refused, live.rates.real
         )
 
     # --- other hosts
@@ -154,8 +152,7 @@ class Switch:
         now.number = plan.number
         refusals = await live.assembly.place(plan, group, live.refs(now.newest), now.newest.tick)
         for refusal in refusals:
-            self._refused(refusal)
-            live.exclude(refusal.placement.peer, AFTER_REFUSAL_S)
+            live.refused(refusal, AFTER_REFUSAL_S)
         why = refusals[0].reason if refusals else await self._second_thoughts(advice, plan)
         if why:
             live.say("plan", f"the plan stays: {why}")

@@ -7,14 +7,13 @@ import contextlib
 from typing import Any
 
 from dht import fence_records, records
-from dht._hivemind import node_parts
 from dht.clock import SwarmClock
 from dht.errors import InputError, RecordError, TransportError
 from dht.fence_records import FenceHead, FenceRecord, FenceView, LinksRecord
 from dht.receipts import Receipt, receipts_key
 from dht.records import PeerRecord, RunPart, RunRecord
 from dht.runs import RunView, join_run
-from dht.storing import Replicas
+from dht.storing import Replicas, dht_id
 
 READ_TIMEOUT_S = 15.0
 
@@ -104,7 +103,7 @@ class BoardReads:
     async def _read(self, keys: tuple[str, ...], kind: Any, timeout_s: float) -> list[Any]:
         self.lookups += len(keys)
         try:
-            ids = {node_parts().DHTID(int.from_bytes(records.key_id(key), "big")): key for key in keys}
+            ids = {dht_id(key): key for key in keys}
             async with asyncio.timeout(timeout_s):
                 # An infinite sufficient expiration is `latest=True`: every replica near the key is asked and merged.
                 found = await self._node.get_many_by_id(list(ids), sufficient_expiration_time=float("inf"))

@@ -93,7 +93,7 @@ class Replicas:
     @staticmethod
     async def _ask(node: Any, nearest: _Nearest, keys: list[str]) -> tuple[list[tuple[str, Any]], int]:
         """(key and what some of the nearest, and this node if it is one, hold there; how many peers answered)."""
-        ids = {_key_id(key): key for key in keys}
+        ids = {dht_id(key): key for key in keys}
         asked = random.sample(nearest.peers, min(COMPARED, len(nearest.peers)))
         with records_only():
             answers = await asyncio.gather(*(node.protocol.call_find(peer, list(ids)) for peer in asked))
@@ -119,7 +119,7 @@ class Replicas:
 
     async def _look_up(self, node: Any, key: str, keep: bool) -> _Nearest:
         parts = node_parts()
-        beside = parts.DHTID(_key_id(key) ^ 1)
+        beside = parts.DHTID(dht_id(key) ^ 1)
         found = await node.find_nearest_nodes([beside], k_nearest=REPLICAS, exclude_self=not keep)
         nodes = found[beside]
         peers = tuple(peer for node_id, peer in nodes.items() if node_id != node.node_id)
@@ -137,7 +137,7 @@ class Replicas:
     ) -> tuple[frozenset[Place], int]:
         """(what was stored, how many peers answered)."""
         protocol = node.protocol
-        ids = [_key_id(place[0]) for place in places]
+        ids = [dht_id(place[0]) for place in places]
         values = [protocol.serializer.dumps(sealed[place]) for place in places]
         subkeys = [place[1] for place in places]
         stored = set()
@@ -153,7 +153,8 @@ class Replicas:
         return frozenset(stored), sum(result is not None for result in results)
 
 
-def _key_id(key: str) -> Any:
+def dht_id(key: str) -> Any:
+    """The DHT's id of the key `key` (not hivemind's hash of it: keys of one home lie side by side)."""
     return node_parts().DHTID(int.from_bytes(records.key_id(key), "big"))
 
 

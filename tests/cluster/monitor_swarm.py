@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dht import p2p, records
-from dht._hivemind import node_parts
 from dht.fence_records import FenceHead, FenceLink, FenceRecord, LinkFigure, LinksRecord, LinkSummary
 from dht.identity import Identity
 from dht.node import Board
 from dht.receipts import Credit, Receipt
 from dht.records import Device, Event, LinkBytes, PeerRecord, RunRecord, Signer, StageFigures, StageHost, Work
 from dht.runs import RunView
+from dht.storing import dht_id
 from tests.dht_samples import run_record
 
 FENCES = ("a1" * 8, "b2" * 8, "c3" * 8)
@@ -166,7 +166,7 @@ class Swarm:
         genuine = records.seal(record, Signer(subject), expiration=expiration)
         forged = genuine[:-64] + forger.sign(b"of another key" + genuine[:-64])
         protocol = self.board._node.protocol
-        at = node_parts().DHTID.from_bytes(records.key_id(key))
+        at = dht_id(key)
         assert protocol.storage.store(at, protocol.serializer.dumps(forged), expiration, subkey=subkey)
 
     def say(self, text: str) -> None:

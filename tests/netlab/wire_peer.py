@@ -15,12 +15,13 @@ from pathlib import Path
 
 import uvloop
 
-from dht import p2p, records
+from dht import p2p
 from dht._hivemind import node_parts
 from dht.fence_records import Beat
 from dht.identity import peer_id_bytes
 from dht.node import Board
 from dht.probe import Prober
+from dht.storing import dht_id
 from tests.netlab.network import Internet
 
 TIMES = 100
@@ -41,7 +42,7 @@ async def main(folder: Path, boot: tuple[str, ...]) -> None:
     if not boot:
         await asyncio.Event().wait()
     peer = boot[0].rpartition("/")[2]
-    key = node_parts().DHTID(int.from_bytes(records.key_id("nothing/is/here"), "big"))
+    key = dht_id("nothing/is/here")
     protocol, other = board._node.protocol, node_parts().PeerID(peer_id_bytes(peer))
 
     async def call() -> None:

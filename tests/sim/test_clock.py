@@ -27,8 +27,7 @@ def test_a_jump_of_the_clock_changes_no_bit_and_keeps_no_peer_out(
     async def main() -> None:
         nonlocal offset
         lab = Lab(captured, tmp_path)
-        for k in range(4):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(4)
         async with lab.trainer(3, clock=lambda: time.time() + offset) as trainer:
             live = trainer._live
             live.exclude("volunteer9", 0.2)

@@ -54,8 +54,7 @@ def said(lab: Lab) -> list[str]:
 
 async def lab_of(captured: Captured, root: Path) -> Lab:
     lab = Lab(captured, root)
-    for k in range(2):
-        await lab.add(f"volunteer{k}")
+    await lab.fill(2)
     return lab
 
 

@@ -36,8 +36,7 @@ def test_who_sends_wild_frames_is_not_trusted_again(
 ) -> None:
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(4):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(4)
         async with lab.trainer(3) as trainer:
             liar = lab.host(trainer, 1)
             liar.lie = lambda f: wild(f, factor) if (f.kind, f.src, f.tick, f.micro_batch) == (kind, 1, AT, 1) else f
@@ -60,8 +59,7 @@ def test_who_sends_wild_frames_is_not_trusted_again(
 def test_a_trainer_that_starts_again_hears_of_a_frame_that_is_held_back(captured: Captured, tmp_path: Path) -> None:
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(4):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(4)
         async with lab.trainer(3, dies=True) as trainer:
             liar = lab.host(trainer, 1)
             liar.lie = lambda f: (
@@ -89,8 +87,7 @@ def test_a_frame_that_never_comes_again_holds_nobody_up(captured: Captured, tmp_
 
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(5):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(5)
         async with lab.trainer(3) as trainer:
             trainer._hearing._guardian._judge_s = 0.5
             liar = lab.host(trainer, 1)
@@ -145,8 +142,7 @@ def test_a_model_that_makes_infinities_keeps_its_hosts(tmp_path: Path, recover_s
 
     async def main() -> None:
         lab = Lab(model, tmp_path)
-        for k in range(3):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(3)
         async with lab.trainer(2, recover_s=recover_s) as trainer:
             pending = [await trainer.release(model.feed(data(step)), training=True) for step in range(2)]
             for step in range(2, STEPS):

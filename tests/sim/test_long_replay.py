@@ -23,8 +23,7 @@ def test_a_replay_of_many_ticks_is_taken_as_fast_as_it_is_used(captured: Capture
 
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(3):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(3)
         async with lab.trainer(2, marks=marks) as trainer:
             want = expected(captured, trainer.plan.numerics.cuts, STEPS + 2)
 

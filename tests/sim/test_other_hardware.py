@@ -74,8 +74,7 @@ def test_a_stage_rebuilt_on_other_hardware(
 ) -> None:
     async def main() -> None:
         lab = Lab(captured, tmp_path, OPTIMIZER)
-        for k in range(4):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(4)
         async with lab.trainer(3, compression="none" if codec == "dense" else codec) as trainer:
 
             async def fate(step: int) -> None:
@@ -110,8 +109,7 @@ def test_a_set_whose_ends_hold_different_axes_is_made_again(captured: Captured, 
 
     async def main() -> None:
         lab = Lab(captured, tmp_path, OPTIMIZER)
-        for k in range(4):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(4)
         async with lab.trainer(3, compression="transform:3/2") as trainer:
             victim, dying = lab.host(trainer, 0), list[asyncio.Task[None]]()
 
@@ -145,8 +143,7 @@ def test_stages_that_began_together_have_no_excuse(captured: Captured, tmp_path:
 
     async def main() -> None:
         lab = Lab(captured, tmp_path, OPTIMIZER)
-        for k in range(5):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(5)
         async with lab.trainer(3) as trainer:
             accused, reporter = (trainer.plan.host(k) for k in (0, 1))
 

@@ -72,8 +72,7 @@ async def follow(lab: Lab, trainer: Trainer, first: int, last: int) -> list[floa
 def test_a_numeric_log_is_replayed_to_the_bit(captured: Captured, tmp_path: Path) -> None:
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(3):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(3)
         async with lab.trainer(None, script=SCRIPT) as trainer:
             losses = await follow(lab, trainer, 0, 12)
             want = replayed(captured, list(SCRIPT), 12)
@@ -92,8 +91,7 @@ def test_a_numeric_log_is_replayed_to_the_bit(captured: Captured, tmp_path: Path
 def test_a_loss_during_and_after_a_change_changes_no_bit(captured: Captured, tmp_path: Path) -> None:
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(5):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(5)
         async with lab.trainer(None, script=SCRIPT) as trainer:
             losses = await follow(lab, trainer, 0, 4)
             await lab.host(trainer, 0).kill()  # the change at step 4 is due now
@@ -112,8 +110,7 @@ def test_a_resumed_run_still_does_what_its_log_says(captured: Captured, tmp_path
 
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(3):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(3)
         async with lab.trainer(None, script=SCRIPT) as trainer:
             await follow(lab, trainer, 0, 3)
             await trainer.save(b"at 3")
@@ -137,8 +134,7 @@ def advice(plan: Plan, reason: str = "a test wants it") -> Advice:
 def test_advice_to_change_cuts_is_logged_with_its_reason(captured: Captured, tmp_path: Path) -> None:
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(3):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(3)
         async with lab.trainer(2) as trainer:
             live = trainer._live
             losses = await follow(lab, trainer, 0, 3)
@@ -159,8 +155,7 @@ def test_advice_to_change_cuts_is_logged_with_its_reason(captured: Captured, tmp
 def test_who_refuses_new_cuts_leaves_the_old_plan_in_force(captured: Captured, tmp_path: Path) -> None:
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(2):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(2)
         async with lab.trainer(2) as trainer:
             before = trainer.plan.numerics
             losses = await follow(lab, trainer, 0, 3)
@@ -181,8 +176,7 @@ def test_who_refuses_new_cuts_leaves_the_old_plan_in_force(captured: Captured, t
 def test_hosts_change_and_the_numerics_stay(captured: Captured, tmp_path: Path, refuse: bool, marks: int) -> None:
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(3):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(3)
         async with lab.trainer(2, marks=marks) as trainer:
             here = trainer.plan
             losses = await follow(lab, trainer, 0, 3)
@@ -234,8 +228,7 @@ def test_who_becomes_slow_is_given_less_within_twenty_steps(captured: Captured, 
 def test_a_log_that_nobody_can_follow_pauses_the_run(captured: Captured, tmp_path: Path) -> None:
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(2):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(2)
         with pytest.raises(RunPaused, match=r"paused at step 4.*not today.*fusion-run resume"):
             async with lab.trainer(None, script=SCRIPT) as trainer:
                 await follow(lab, trainer, 0, 3)

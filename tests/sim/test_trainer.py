@@ -108,6 +108,11 @@ class Lab:
         self.volunteers.append(volunteer)
         return volunteer
 
+    async def fill(self, count: int) -> None:
+        """So many volunteers: volunteer0, volunteer1, and so on."""
+        for k in range(count):
+            await self.add(f"volunteer{k}")
+
     def host(self, trainer: Trainer, stage: int) -> MiniVolunteer:
         peer = trainer.plan.host(stage).peer
         return next(v for v in self.volunteers if v.peer == peer)
@@ -191,8 +196,7 @@ class Lab:
 def test_trains_as_the_local_pipeline(captured: Captured, tmp_path: Path, stages: int) -> None:
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(stages):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(stages)
         async with lab.trainer(None) as trainer:
             losses = await lab.train(trainer, 0, 5)
             assert trainer.plan.numerics.stages == stages
@@ -229,8 +233,7 @@ def test_a_host_that_lies_about_its_snapshot_is_replaced(captured: Captured, tmp
 
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(3):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(3)
         async with lab.trainer(2) as trainer:
             await lab.train(trainer, 0, 3)
             liar = lab.host(trainer, 1)
@@ -274,8 +277,7 @@ def test_a_codec_is_signed_into_the_numeric_log_and_outlives_a_loss(tmp_path: Pa
 
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(4):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(4)
         async with lab.trainer(3, compression="int8") as trainer:
             codecs = (LinkCodec(0, 1, "int8"), LinkCodec(1, 2, "int8"))
             ((_, entry),) = lab.folder.numeric_log()
@@ -305,8 +307,7 @@ def test_a_lost_stage_is_rebuilt_from_the_set(captured: Captured, tmp_path: Path
 
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(4):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(4)
         async with lab.trainer(3, marks=marks) as trainer:
 
             async def fate(step: int) -> None:
@@ -330,8 +331,7 @@ def test_a_lost_stage_is_rebuilt_from_the_set(captured: Captured, tmp_path: Path
 def test_who_hosts_nothing_accuses_nobody(captured: Captured, tmp_path: Path, stage: int) -> None:
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(3):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(3)
         async with lab.trainer(2) as trainer:
             hosts = {p.peer for p in trainer.plan.placement}
             (spare,) = {v.peer for v in lab.volunteers} - hosts
@@ -356,8 +356,7 @@ def test_who_hosts_nothing_accuses_nobody(captured: Captured, tmp_path: Path, st
 def test_neighbours_lost_together(captured: Captured, tmp_path: Path) -> None:
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(3):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(3)
         async with lab.trainer(3) as trainer:
 
             async def fate(step: int) -> None:
@@ -376,8 +375,7 @@ def test_neighbours_lost_together(captured: Captured, tmp_path: Path) -> None:
 def test_nobody_left_pauses_and_another_swarm_resumes(captured: Captured, tmp_path: Path) -> None:
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(2):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(2)
 
         async def fate(step: int) -> None:
             if step == 3:
@@ -461,8 +459,7 @@ def test_a_trainer_that_died_finds_its_stages_where_they_were(
 
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(4):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(4)
         async with lab.trainer(3, dies=True) as trainer:
             await lab.train(trainer, 0, 4)
             await trainer.save(b"at 4")
@@ -497,8 +494,7 @@ def test_a_trainer_that_died_finds_its_stages_where_they_were(
 def test_what_cannot_be_adopted_is_restored(captured: Captured, tmp_path: Path, why: str) -> None:
     async def main() -> None:
         lab = Lab(captured, tmp_path)
-        for k in range(2):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(2)
         async with lab.trainer(2, dies=True) as trainer:
             await lab.train(trainer, 0, 4)
             await trainer.save(b"at 4")
@@ -524,8 +520,7 @@ def test_what_cannot_be_adopted_is_restored(captured: Captured, tmp_path: Path, 
 def test_the_session_is_certified_anew_at_half_of_its_life(captured: Captured, tmp_path: Path) -> None:
     async def main() -> None:
         lab, now = Lab(captured, tmp_path), [1000.0]
-        for k in range(2):
-            await lab.add(f"volunteer{k}")
+        await lab.fill(2)
         async with lab.trainer(2, clock=lambda: now[0]) as trainer:
             keeping = asyncio.create_task(trainer._live.assembly.keep_certified(look_s=0.01))
             await asyncio.sleep(0.1)

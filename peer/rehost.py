@@ -55,7 +55,7 @@ def rehost(
 ) -> Plan:
     """The plan with every stage of the peers `lost` on another device: a spare if one has room, else beside others.
 
-    `nominees`: peers that the lost ones' fence leader proposes; one that is free and has room is taken first.
+    `nominees`: who is proposed, the best first: the first one that is free and has room is taken.
 
     The numerics and all other hosts stay; the stages of `group` get the next incarnation, wherever they are.
     NoRoomError if no device has room.
@@ -99,8 +99,10 @@ def rehost(
 def _take_over(
     plan: Plan, lost: frozenset[str], load: Load, left: Sequence[DeviceOffer], nominees: Sequence[str]
 ) -> dict[int, DeviceOffer]:
-    """For each stage of the peers `lost`, the heaviest first, the device that is soonest through with its work."""
+    """For each stage of the peers `lost`, the heaviest first: the first free nominee, else the device that is soonest
+    through with its work."""
     bounds, window = (0, *plan.numerics.cuts, load.n), {p.stage: p.window for p in plan.placement}
+    rank = {peer: n for n, peer in enumerate(nominees)}
     at = {(o.peer, o.device): i for i, o in enumerate(left)}
     held: dict[int, list[int]] = {i: [] for i in range(len(left))}
     for p in plan.placement:
@@ -117,7 +119,7 @@ def _take_over(
     for stage in sorted((p.stage for p in plan.placement if p.peer in lost), key=lambda k: -flops(k)):
         ready = [
             (
-                bool(held[i]) or o.peer not in nominees,
+                len(nominees) if held[i] else rank.get(o.peer, len(nominees)),
                 sum(map(flops, (*held[i], stage))) * o.correction / o.flops_per_s,
                 i,
             )

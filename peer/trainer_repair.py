@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
 from fusion_p2p.plan import Plan
+from peer.offers import DeviceOffer
 from peer.rehost import NoRoomError, recovery_group, rehost
 from peer.trainer_host import RunPaused
 from peer.trainer_live import AFTER_REFUSAL_S, Live
@@ -57,15 +58,17 @@ class Repair:
             f"saved up to step {live.now.newest.step}, continue with: fusion-run resume {live.folder.root}"
         )
 
-    def _proposed(self, gone: frozenset[str]) -> list[str]:
-        """Who is asked first, of those that answer now: buddies, which have the state already, whom the fence's leader
-        names, spares. Whoever is on the board without an open stream may be dead since a minute."""
+    def _proposed(self, gone: frozenset[str], offers: Sequence[DeviceOffer]) -> list[str]:
+        """Who is asked first, of those that answer now: whom the leader of the lost one's fence names, then its other
+        spares, which are near the neighbours that the lost one had; buddies, which have the state already; spares, the
+        fastest first. Whoever is on the board without an open stream may be dead since a minute."""
         live = self._live
         lost = {k for peer in gone for k in self._stages_of(peer)}
         kept = [peer for e in live.now.newest.stages if e.stage in lost for peer in live.kept.get(e.hash, ())]
         there = live.assembly.linked
-        spares = [peer for peer in there if not live.assembly.hosts_stage(peer)]
-        return [peer for peer in (*kept, *live.swarm.nominees(gone), *spares) if peer in there]
+        fastest = sorted(offers, key=lambda o: o.correction / o.flops_per_s)
+        spares = [o.peer for o in fastest if not live.assembly.hosts_stage(o.peer)]
+        return [peer for peer in dict.fromkeys((*live.swarm.nominees(gone), *kept, *spares)) if peer in there]
 
     async def _rehost(self, look: bool) -> str:
         """One try; why it cannot be done now, or "". `look`: read the board anew, which may take seconds."""
@@ -84,7 +87,7 @@ class Repair:
         anew, stages = bool(live.anew), range(now.plan.numerics.stages)
         group = tuple(stages) if anew else recovery_group(now.plan, {*moved, *live.again}, now.edges())
         base, factor = msgspec.structs.replace(now.plan, number=now.number), live.request.state_factor
-        plan = rehost(base, gone, group, live.atoms, offers, factor, self._proposed(gone))
+        plan = rehost(base, gone, group, live.atoms, offers, factor, self._proposed(gone, offers))
         before, now.number = now.plan, plan.number
         refusals = await live.assembly.place(plan, group, live.refs(now.newest), now.newest.tick)
         for r in refusals:

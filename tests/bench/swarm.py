@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import json
 import math
 import random
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.bench.rows import Row, arguments, at_least, at_most, report
+from tests.bench.rows import Row, arguments, at_least, at_most, progress, report
 from tests.sim.dht_traffic import Tally, search_cost
 from tests.sim.fence_world import NEW_ROUND_S, ROUND_S, Faults, World, make_sites
 
@@ -57,54 +59,85 @@ def noise(world: World, quick: bool) -> list[Row]:
 
 
 def traffic(quick: bool, world: World) -> list[Row]:
+    """Of settled swarms of several sizes. In full, results/swarm_traffic.json and .svg are made anew."""
+    sizes = ((300, 4), (1000, 12)) if quick else ((300, 4), (1000, 12), (3000, 36), (10_000, 120))
     rows, figures = [], []
-    for peers, sites in ((300, 4), (1000, 12)) if quick else ((1000, 12), (10_000, 120)):
+    for peers, sites in sizes:
         if peers != len(world.peers):
             world = World(make_sites(sites, peers, random.Random(2)), 2)
-            world.run(8 if peers < 5000 else 5)
-        counts: collections.Counter[str] = collections.Counter()
-        world.watch = lambda kind, count, counts=counts: counts.update({kind: int(count)})  # type: ignore[misc]
-        rounds = 8 if peers < 5000 else 1
-        world.run(rounds)
-        seconds = rounds * ROUND_S
-        search = search_cost(peers)
-        parts = Tally(counts).bytes(search, peers / max(1, len(world.fences())), seconds, peers)
-        per_peer = {kind: 2 * total / seconds / peers for kind, total in parts.items()}  # sent and received
-        figures.append((peers, sum(per_peer.values())))
-        detail = ", ".join(f"{k} {v:.0f}" for k, v in sorted(per_peer.items(), key=lambda kv: -kv[1])[:5])
+            world.run(8)
+        found = traffic_of(world, rounds=8 if peers < 3000 else 4)
+        figures.append(found)
+        parts, total = found.parts, found.bytes_per_s
+        detail = ", ".join(f"{k} {v:.0f}" for k, v in sorted(parts.items(), key=lambda kv: -kv[1])[:5])
         case = f"control traffic at {peers} peers, sent and received ({detail})"
-        rows.append(
-            at_most(case, figures[-1][1] / 1e3, 5.0, " KB/s a peer")
-            if peers <= 1000
-            else Row(case, f"{figures[-1][1] / 1e3:.4g} KB/s a peer", "reported", None)
-        )
-    (small, low), (large, high) = figures
-    bound = math.log(large) / math.log(small)
-    rows.append(at_most(f"growth from {small} to {large} peers, over the logarithm's", high / low / bound, 1.0))
-    _plot(figures)
+        if peers <= 1000:
+            rows.append(at_most(case, total / 1e3, 5.0, " KB/s a peer"))
+        else:
+            rows.append(Row(case, f"{total / 1e3:.4g} KB/s a peer", "reported", None))
+        progress(f"{case}: {total / 1e3:.4g} KB/s")
+    base = figures[0] if quick else figures[1]
+    for last in figures[figures.index(base) + 1 :]:
+        growth = last.bytes_per_s / base.bytes_per_s / (math.log(last.peers) / math.log(base.peers))
+        rows.append(at_most(f"growth from {base.peers} to {last.peers} peers, over the logarithm's", growth, 1.0))
+    if not quick:
+        _save(figures)
     return rows
 
 
-def _plot(figures: list[tuple[int, float]]) -> None:
-    """A plot as an SVG beside the results."""
+@dataclass(frozen=True)
+class Traffic:
+    """`parts`: bytes per second a peer, sent and received, by what they are for."""
+
+    peers: int
+    fences: int
+    bytes_per_s: float
+    parts: dict[str, float]
+
+
+def traffic_of(world: World, rounds: int) -> Traffic:
+    """Of the next `rounds`."""
+    counts: collections.Counter[str] = collections.Counter()
+    world.watch = lambda kind, count: counts.update({kind: int(count)})
+    world.run(rounds)
+    world.watch = lambda kind, count: None
+    peers, fences, seconds = len(world.peers), len(world.fences()), rounds * ROUND_S
+    found = Tally(counts).bytes(search_cost(peers), peers / max(1, fences), seconds, peers)
+    parts = {kind: round(2 * total / seconds / peers, 1) for kind, total in found.items()}
+    return Traffic(peers, fences, round(sum(parts.values()), 1), parts)
+
+
+def _save(figures: list[Traffic]) -> None:
+    """The figures as JSON and as an SVG: traffic against log(peers), beside what would grow as the logarithm does."""
     folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
-    low, high = math.log10(figures[0][0]), math.log10(figures[-1][0])
-    top = max(v for _, v in figures) * 1.4
-    dots = [(60 + 480 * (math.log10(n) - low) / (high - low), 280 - 240 * v / top) for n, v in figures]
-    path = " ".join(f"{x:.0f},{y:.0f}" for x, y in dots)
+    (folder / "swarm_traffic.json").write_text(json.dumps([asdict(f) for f in figures], indent=1) + "\n")
+    sizes, rates = [f.peers for f in figures], [f.bytes_per_s for f in figures]
+    base = sizes.index(1000)
+    bound = [rates[base] * math.log(n) / math.log(sizes[base]) for n in sizes]
+    low, high, top = math.log10(sizes[0]), math.log10(sizes[-1]), max(*rates, *bound) * 1.4
+
+    def dots(values: list[float]) -> list[tuple[float, float]]:
+        return [
+            (60 + 480 * (math.log10(n) - low) / (high - low), 280 - 240 * v / top)
+            for n, v in zip(sizes, values, strict=True)
+        ]
+
+    def line(values: list[float], dashes: str) -> str:
+        points = " ".join(f"{x:.0f},{y:.0f}" for x, y in dots(values))
+        return f'<polyline points="{points}" fill="none" stroke="black" stroke-dasharray="{dashes}"/>'
+
     label = '<text x="{:.0f}" y="{:.0f}" text-anchor="middle">{}</text>'
     texts = "".join(
         f'<circle cx="{x:.0f}" cy="{y:.0f}" r="4"/>'
-        + label.format(x, y - 10, f"{v / 1e3:.2f} KB/s")
+        + label.format(x, y + 20, f"{v / 1e3:.2f} KB/s")
         + label.format(x, 298, f"{n} peers")
-        for (x, y), (n, v) in zip(dots, figures, strict=True)
+        for (x, y), n, v in zip(dots(rates), sizes, rates, strict=True)
     )
     (folder / "swarm_traffic.svg").write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 320" font-family="sans-serif" font-size="12">'
-        f'<rect width="600" height="320" fill="white"/><polyline points="{path}" fill="none" stroke="black"/>{texts}'
-        f'<text x="300" y="16" text-anchor="middle">control traffic a peer against the number of peers (log)</text>'
-        "</svg>"
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 600 320" font-family="sans-serif" font-size="12">'
+        f'<rect width="600" height="320" fill="white"/>{line(rates, "none")}{line(bound, "2 5")}{texts}'
+        '<text x="300" y="16" text-anchor="middle">control traffic a peer, sent and received, against the number of '
+        "peers (log); dashed: the logarithm's growth</text></svg>\n"
     )
 
 

@@ -4,9 +4,10 @@
         net.command("home1", "fusion-peer", "join", ...)    # argv that runs there
         net.address("pub")                                   # what others dial; of a peer behind NAT its router's
 
-A peer behind NAT has a namespace of its own and a router's in front of it that masquerades with random ports, as
-carrier-grade NAT does: nobody can dial it, and punching holes does not help. The rules go to the kernel's nf_tables
-by netlink (`python -m tests.netlab.network masquerade INTERFACE`), since the nft tool is seldom installed.
+A peer behind NAT has a namespace of its own and a router's in front of it that masquerades. "/nat" takes random ports,
+as carrier-grade NAT does: nobody can dial it, and punching holes does not help. "/cone" keeps the port and drops what
+nobody inside asked for, as most routers at home do: nobody can dial it until a hole is punched. The rules go to the
+kernel's nf_tables by netlink (`python -m tests.netlab.network KIND INTERFACE`), since the nft tool is seldom installed.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ _NFT = 10 << 8
 _BATCH_BEGIN, _BATCH_END, _ERROR = 0x10, 0x11, 2
 _NEW_TABLE, _NEW_CHAIN, _NEW_RULE = 0, 3, 6
 _REQUEST, _ACK, _CREATE, _NESTED = 1, 4, 0x400, 0x8000
-_POSTROUTING, _SOURCE_NAT, _OIFNAME, _RANDOM_FULLY = 4, 100, 7, 0x10
+_INPUT, _POSTROUTING, _SOURCE_NAT, _OIFNAME, _RANDOM_FULLY, _DROP = 1, 4, 100, 7, 0x10, 0
+NAT, CONE = "nat", "cone"
 
 
 class Internet:
-    """`peers`: names, "/nat" behind those that are behind NAT. Everything is removed at the end."""
+    """`peers`: names, "/nat" or "/cone" behind those that are behind NAT. Everything is removed at the end."""
 
     def __init__(self, peers: Sequence[str], *, mtu: int = 1500, udp: bool = True) -> None:
         self._tag = f"fn{os.getpid() % 10000}"
         self._mtu, self._udp = mtu, udp
-        self._nat = {name.partition("/")[0]: name.endswith("/nat") for name in peers}
+        self._nat = {name.partition("/")[0]: name.partition("/")[2] for name in peers}
         self._made: list[str] = []
 
     def __enter__(self) -> Self:
@@ -85,7 +87,7 @@ class Internet:
     def _in(self, name: str, line: str) -> None:
         _run(self.command(name, *line.split()))
 
-    def _attach(self, number: int, name: str, nat: bool) -> None:
+    def _attach(self, number: int, name: str, nat: str) -> None:
         outer = f"{name}-router" if nat else name
         self._space(outer)
         self._cable("net", f"p{number}", outer, "wan")
@@ -101,7 +103,7 @@ class Internet:
         self._in(name, f"ip route add default via 192.168.{number}.1")
         self._in(outer, "sysctl -qw net.ipv4.ip_forward=1")
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        _run(self.command(outer, sys.executable, "-m", "tests.netlab.network", "masquerade", "wan"), cwd=root)
+        _run(self.command(outer, sys.executable, "-m", "tests.netlab.network", nat, "wan"), cwd=root)
         self._block_udp(name)
 
     def _cable(self, one: str, one_end: str, other: str, other_end: str) -> None:
@@ -137,21 +139,26 @@ def _run(argv: list[str], cwd: str | None = None) -> None:
 # --- nf_tables by netlink: table, chain, one rule
 
 
-def masquerade(interface: str) -> None:
-    """What leaves by `interface` of this namespace gets its address, and a port at random. OSError if refused."""
+def masquerade(interface: str, kind: str) -> None:
+    """What leaves by `interface` of this namespace gets its address; NAT: and a port at random; CONE: what comes in and
+    belongs to nothing that left is dropped without an answer. OSError if refused."""
     name = interface.encode().ljust(16, b"\0")
     rule = _nested(
         4,
         _expression("meta", _u32(1, 1) + _u32(2, _OIFNAME))
         + _expression("cmp", _u32(1, 1) + _u32(2, 0) + _nested(3, _attribute(1, name)))
-        + _expression("masq", _u32(1, _RANDOM_FULLY)),
+        + _expression("masq", _u32(1, _RANDOM_FULLY) if kind == NAT else b""),
     )
     hook = _nested(4, _u32(1, _POSTROUTING) + _u32(2, _SOURCE_NAT))
-    bodies = (
+    bodies = [
         (_NEW_TABLE, _text(1, "nat")),
         (_NEW_CHAIN, _text(1, "nat") + _text(3, "post") + hook + _text(7, "nat")),
         (_NEW_RULE, _text(1, "nat") + _text(2, "post") + rule),
-    )
+    ]
+    if kind == CONE:
+        hook = _nested(4, _u32(1, _INPUT) + _u32(2, 0))
+        wall = _text(1, "wall") + _text(3, "in") + hook + _u32(5, _DROP) + _text(7, "filter")
+        bodies += [(_NEW_TABLE, _text(1, "wall")), (_NEW_CHAIN, wall)]
     batch = _message(_BATCH_BEGIN, b"", flags=_REQUEST, resource=10)
     for kind, body in bodies:
         batch += _message(_NFT | kind, body, flags=_REQUEST | _ACK | _CREATE)
@@ -193,4 +200,4 @@ def _expression(name: str, data: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    masquerade(sys.argv[2])
+    masquerade(sys.argv[2], sys.argv[1])

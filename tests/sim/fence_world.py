@@ -95,6 +95,7 @@ class World:
         self.peers: dict[str, Peer] = {}
         self.board: dict[str, dict[str, tuple[Record, float, float, frozenset[int]]]] = collections.defaultdict(dict)
         self.sides = frozenset((0,))
+        self.alive_names: list[str] = []
         self.events: list[str] = []
         self.watch: Callable[[str, int], None] = lambda what, count: None  # traffic: kind, how many
         for i, site in enumerate(self.sites):
@@ -107,7 +108,7 @@ class World:
         machine = FenceMachine(name, random.Random(self.rng.random()), score=self.rng.randrange(4))
         peer = Peer(name, site, machine, skew, self.now + self.rng.uniform(0, NEW_ROUND_S))
         self.peers[name] = peer
-        self.alive_names: list[str] = [p.name for p in self.peers.values() if p.alive]
+        self.alive_names.append(name)
         return peer
 
     def kill(self, peer: Peer) -> None:

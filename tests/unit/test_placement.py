@@ -154,6 +154,9 @@ def test_a_lost_stage_goes_to_the_leaders_nominee_if_it_is_free_and_has_room() -
     lost = plan.host(1).peer
     assert rehost(plan, frozenset({lost}), (1,), costs, hosts, 7.0).host(1).peer == "peer2"
     assert rehost(plan, frozenset({lost}), (1,), costs, hosts, 7.0, ("peer3",)).host(1).peer == "peer3"
+    costs, hosts = atoms(1, 1), offers(5.0, 5.0, 9.0, 2.0, 3.0)
+    for proposed in (("peer3", "peer4"), ("peer4", "peer3")):  # the first, not the fastest of them
+        assert rehost(plan, frozenset({lost}), (1,), costs, hosts, 7.0, proposed).host(1).peer == proposed[0]
     busy = (plan.host(0).peer, "gone")  # proposed, but not free or not there
     assert rehost(plan, frozenset({lost}), (1,), costs, hosts, 7.0, busy).host(1).peer == "peer2"
 

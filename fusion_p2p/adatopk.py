@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -16,7 +17,7 @@ from fusion_p2p.codec import Codec, Direction, parse
 from fusion_p2p.errors import InputError
 from fusion_p2p.frame import TickReport
 from fusion_p2p.plan import LinkCodec, Numerics
-from fusion_p2p.planner.ladder import DENSE, MOST_LOSS, Ladder, Rung, default_ladder, top_k
+from fusion_p2p.planner.ladder import DENSE, MOST_LOSS, Ladder, Rung, beyond, default_ladder, top_k, within
 
 PAPER_FACTOR = 3.0  # an index and a value take three times the value: the published ratio makes up for it
 
@@ -64,14 +65,29 @@ def pareto(rungs: Sequence[Rung], tau: float = 0.25) -> Ladder:
     return Ladder(tuple(kept), tau)
 
 
+def allowed_loss(compression: str) -> float | None:
+    """What "adatopk" (MOST_LOSS) or "adatopk:PERCENT" lets codecs cost of the loss; None for every other rule."""
+    kind, colon, percent = compression.partition(":")
+    if kind != "adatopk":
+        return None
+    try:
+        allowed = float(percent) / 100 if colon else MOST_LOSS
+    except ValueError:
+        allowed = math.nan
+    if not 0 <= allowed <= 10:
+        raise InputError(f"compression {compression!r} is none; write adatopk, or adatopk:8 to allow 8% of the loss")
+    return allowed
+
+
 def ladder_of(compression: str, measured: Ladder | None = None, tau: float = 0.25) -> Ladder:
-    """The ladder that plans under `compression` choose from: "adatopk", "none", "topk:RATIO" or a codec's name.
+    """The ladder that plans under `compression` choose from: "adatopk", "adatopk:PERCENT", "none", "topk:RATIO" or a
+    codec's name.
 
     "adatopk-paper" plans with dense links; its ratios follow from the finished plan (`choose`).
     """
-    if compression == "adatopk":
-        ladder = measured or default_ladder(tau)
-        return Ladder(tuple(r for r in ladder.rungs if r.loss_cost <= MOST_LOSS), tau)
+    allowed = allowed_loss(compression)
+    if allowed is not None:
+        return replace(within(measured or default_ladder(), allowed), tau=tau)
     if compression in ("none", "adatopk-paper"):
         return Ladder((DENSE,), tau)
     return Ladder((_uniform(compression),), tau)
@@ -85,7 +101,8 @@ def _uniform(compression: str) -> Rung:
             return top_k(float(arg) if float(arg) > 1 else 1 / float(arg))
     except InputError as error:
         raise InputError(
-            f"compression {compression!r} is unknown ({error}); use adatopk, adatopk-paper, topk:RATIO, none or a codec"
+            f"compression {compression!r} is unknown ({error}); use adatopk, adatopk:PERCENT, adatopk-paper, "
+            "topk:RATIO, none or a codec"
         ) from None
     return Rung(codec.name, byte_share(codec, (1024, 1024)))
 
@@ -106,7 +123,7 @@ def choose(
     """A codec for every link of a plan whose stages take `stage_s` seconds a micro-batch (forward and backward).
 
     adatopk: a link takes the rung of least loss whose transfer is at most `tau` of the bottleneck, else the most
-    compressing; codec time counts at both ends, and may itself become the bottleneck.
+    compressing of those in the loss allowed; codec time counts at both ends, and may itself become the bottleneck.
     """
     if compression == "adatopk-paper":
         return _paper(links, paper_ratio)
@@ -136,7 +153,9 @@ def _pick(link: LinkLoad, ladder: Ladder, bottleneck_s: float) -> Choice:
     elif fit:
         why = f"dense would take {link.dense_s:.3g} s, {limit_s:.3g} s allowed ({ladder.tau:g} of the bottleneck)"
     else:
-        why = f"no codec fits {limit_s:.3g} s ({ladder.tau:g} of the bottleneck); this is the smallest"
+        more = beyond(ladder, link.dense_s, limit_s)
+        among = "in the loss allowed fits" if more else "fits"
+        why = f"no codec {among} {limit_s:.3g} s ({ladder.tau:g} of the bottleneck)" + (f"; {more}" if more else "")
     return _choice(link, rung, f"{transfer_s:.3g} s; {why}")
 
 

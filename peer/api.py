@@ -72,8 +72,9 @@ class Run(Training):
     `torch.optim.AdamW` / `SGD`. The global batch is micro_batches x micro_batch_size samples.
     swarm: a LocalSwarm, an address, a list of them; None: $FUSION_SWARM, then the last swarm joined.
     stages: None lets the planner choose; each volunteer of a LocalSwarm gets one. compression: "adatopk" compresses
-    links that would hold the pipeline up, and only as far as needed; "none"; "adatopk-paper" and "topk:100" are the
-    published rules; a codec's name ("int8", "rotated:4/2", ...) holds for every cut.
+    links that would hold the pipeline up, only as far as needed and for at most 2% of the loss ("adatopk:8": 8%);
+    "none"; "adatopk-paper" and "topk:100" are the published rules; a codec's name ("int8", "rotated:4/2", ...) holds
+    for every cut.
     planner: "opfence"; "equal-layers:SEED", "equal-compute:SEED", "published:SEED" are what it is measured against.
     numerics: "pinned" keeps the first plan's numerics to the end; "adaptive" may change cuts and codecs at a complete
     set where that pays, and says so in the numeric log. numeric_log: the numeric_log.jsonl of a run whose changes are

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-from fusion_p2p.adatopk import ladder_of, pareto
+from fusion_p2p.adatopk import allowed_loss, ladder_of, pareto
 from fusion_p2p.capture import capture
 from fusion_p2p.probe import Measured, probe
 from peer.config import load
@@ -43,13 +44,16 @@ def measure(config_path: Path, steps: int = 8) -> tuple[Measured, ...]:
             torch.set_num_threads(threads)
 
 
-def table(measured: tuple[Measured, ...]) -> list[str]:
-    """Lines for people: one codec each; a star marks the rungs that AdaTopK chooses from."""
-    rungs = {r.codec for r in ladder_of("adatopk", pareto([m.rung for m in measured])).rungs}
+def table(measured: tuple[Measured, ...], compression: str = "adatopk") -> list[str]:
+    """Lines for people: one codec each; a star marks the rungs that AdaTopK chooses from under `compression`, a plus
+    those that cost more of the loss than that allows."""
+    rule = compression if allowed_loss(compression) is not None else "adatopk"
+    chosen = ladder_of(rule, pareto([m.rung for m in measured]))
+    marks = {r.codec: "*" for r in chosen.rungs} | {r.codec: "+" for r in chosen.dearer}
     head = ("true bytes", "ratio", "enc+dec", "error", "loss", "pays below")
     lines = ["  {:18} {:>12} {:>7} {:>10} {:>8} {:>8} {:>12}".format("codec", *head)]
     for m in measured:
-        mark = "*" if m.codec in rungs else " "
+        mark = marks.get(m.codec, " ")
         sent = m.forward_bytes + m.backward_bytes
         time_ns = 1e9 * (m.encode_s_per_element + m.decode_s_per_element)
         even_mbps = m.break_even_bytes_per_s * 8 / 1e6
@@ -57,10 +61,17 @@ def table(measured: tuple[Measured, ...]) -> list[str]:
             f"{mark} {m.codec:18} {sent:>12,.0f} {m.ratio:>6.1f}x {time_ns:>7.2f} ns {m.error:>8.2g} "
             f"{100 * m.loss_cost:>+7.2f}% {even_mbps:>7,.0f} Mbps"
         )
-    lines.append("true bytes: a micro-batch, both directions; enc+dec: a dense element, one thread; *: on the ladder")
+    lines.append("true bytes: a micro-batch, both directions; enc+dec: a dense element, one thread")
+    lines.append(f"*: {rule} chooses from these, for slow links only, and takes the least loss that is fast enough")
+    if chosen.dearer:
+        cost = 100 * chosen.dearer[0].loss_cost
+        lines.append(
+            f"+: cost more than {100 * (allowed_loss(rule) or 0):g}% of the loss, so a link too slow for the others "
+            f'stays slow; compression = "adatopk:{math.ceil(cost)}" allows {chosen.dearer[0].codec}'
+        )
     return lines
 
 
 def print_codecs(config_path: Path, steps: int = 8) -> None:
     """Prints the ladder; the command line's `codecs`."""
-    print("\n".join(table(measure(config_path, steps))))
+    print("\n".join(table(measure(config_path, steps), load(config_path).numerics.compression)))

@@ -280,7 +280,11 @@ def lab(
     rate_scale: Annotated[float, typer.Option(min=1e-6, help="All bandwidths times this.")] = 1.0,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps measured, after one that does not count.")] = 5,
     compression: Annotated[
-        str, typer.Option(metavar="RULE", help="adatopk, adatopk-paper, topk:100, none or a codec. Default: CONFIG's.")
+        str,
+        typer.Option(
+            metavar="RULE",
+            help="As numerics.compression; default: CONFIG's.",
+        ),
     ] = "",
     planner: Annotated[
         str, typer.Option("--plan", help="opfence, equal-layers:SEED, equal-compute:SEED or published:SEED.")

@@ -142,8 +142,9 @@ class NumericsSection(Section, frozen=True):
         str,
         Meta(
             description='of what crosses links. "adatopk": only links that would hold the pipeline up, only as far as '
-            'needed; "none"; "adatopk-paper" and "topk:100": the published rules; or one codec for all cuts, such as '
-            '"int8", "rotated:4/2", "transform:2/1" (fusion-run codecs FILE.toml measures them)',
+            'needed and for 2% of the loss ("adatopk:8": 8%); "none"; "adatopk-paper" and "topk:100": the published '
+            'rules; or one codec for all cuts, such as "int8", "rotated:4/2", "transform:2/1" '
+            "(fusion-run codecs FILE.toml measures them)",
             pattern=r"^[a-z0-9-]{1,24}(:[0-9./-]{1,24}|:bf16)?$",
         ),
     ] = "adatopk"

@@ -11,7 +11,7 @@ from fusion_p2p.adatopk import Choice, LinkLoad, choose, ladder_of
 from fusion_p2p.ir import OpDag
 from fusion_p2p.opset import dtype_of
 from fusion_p2p.plan import LinkCodec
-from fusion_p2p.planner import DENSE, Constraints, Ladder, Proposal, Rung
+from fusion_p2p.planner import DENSE, Constraints, Ladder, Proposal, Rung, default_ladder
 from fusion_p2p.planner.opfence import Best, Searched
 from fusion_p2p.planner.proposal import finish
 from fusion_p2p.split import split
@@ -65,8 +65,7 @@ def choices(
     ]
     work, bounds = p.costs.work_s, p.chain.bounds(p.workload.atoms)
     seconds = [float(work[h, b] - work[h, a]) for h, (a, b) in zip(hosts, pairwise(bounds), strict=True)]
-    given = ladder_of(compression, measured) if compression == "adatopk" else None
-    return choose(compression, loads, seconds, given)
+    return choose(compression, loads, seconds, ladder_of(compression, measured))
 
 
 def link_codecs(chosen: Sequence[Choice]) -> tuple[LinkCodec, ...]:
@@ -76,7 +75,8 @@ def link_codecs(chosen: Sequence[Choice]) -> tuple[LinkCodec, ...]:
 
 def rungs_of(codecs: Sequence[LinkCodec], measured: Ladder | None = None) -> dict[tuple[int, int], Rung]:
     """What the planner counts for codecs that are given: figures as measured, the default ladder's, or bytes alone."""
-    known = {r.codec: r for r in (*ladder_of("adatopk").rungs, *(measured.rungs if measured else ()))}
+    default = default_ladder(most_loss=math.inf).rungs
+    known = {r.codec: r for r in (*default, *((*measured.rungs, *measured.dearer) if measured else ()))}
     return {(c.src, c.dst): known.get(c.codec) or ladder_of(c.codec).rungs[0] for c in codecs}
 
 

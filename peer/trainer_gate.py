@@ -6,15 +6,16 @@ answer is an event and nothing else; else other codecs are in force from the nex
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 
 import msgspec
 
-from fusion_p2p.adatopk import Finding, GateRules, Observation, Pair, gate, ladder_of, observe, respond
+from fusion_p2p.adatopk import Finding, GateRules, Observation, Pair, allowed_loss, gate, observe, respond
 from fusion_p2p.codec_stats import CodecStats, refreshed, short_of
 from fusion_p2p.plan import LinkCodec, Numerics
-from fusion_p2p.planner.ladder import DENSE, Ladder
+from fusion_p2p.planner.ladder import DENSE, Ladder, default_ladder
 from peer.plan_change import Advice
 from peer.trainer_live import Live
 from peer.trainer_ticks import TickResult
@@ -65,8 +66,8 @@ class Gate:
     def tick(self, result: TickResult) -> None:
         """One more training tick's reports."""
         live, numerics = self._live, self._live.now.plan.numerics
-        self._ladder = self._ladder or ladder_of("adatopk", live.ladder)
-        adaptive = live.options.adaptive and live.options.compression == "adatopk"
+        self._ladder = self._ladder or live.ladder or default_ladder(most_loss=math.inf)
+        adaptive = live.options.adaptive and allowed_loss(live.options.compression) is not None
         found = self._memory.take(observe(result.header.step, result.loss, result.reports), numerics)
         if found:
             self._ladder = self._step_back(found, numerics, self._ladder, adaptive)

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from fusion_p2p.adatopk import allowed_loss
 from fusion_p2p.capture import Captured
 from fusion_p2p.errors import InputError
 from fusion_p2p.planner import Ladder
@@ -81,7 +82,7 @@ async def ladder_of_run(live: Live, offers: Sequence[DeviceOffer], *, pinned: bo
     """As an earlier session measured it; else measured now, if a new plan would compress a link with the default."""
     o = live.options
     found = await asyncio.to_thread(kept, live.folder.root)
-    if found is not None or pinned or o.probe is None or o.compression != "adatopk":
+    if found is not None or pinned or o.probe is None or allowed_loss(o.compression) is None:
         return found
     try:
         plan = await asyncio.to_thread(make_plan, live.atoms, offers, live.request)

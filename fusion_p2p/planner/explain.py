@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from fusion_p2p.planner.ladder import beyond
+
 if TYPE_CHECKING:
     from fusion_p2p.planner.proposal import Proposal
 
@@ -93,10 +95,23 @@ def _codecs(p: Proposal) -> list[str]:
         return ["no link is compressed: none would hold the pipeline up"] if p.chain.rungs else []
     k = min(count, key=lambda k: p.chain.rungs[k].byte_share)
     a, b = p.chain.hosts[k], p.chain.hosts[k + 1]
-    return [
+    line = (
         f"{len(count)} of {len(p.chain.rungs)} links are compressed, the most {p.network.devices[a].name} -> "
         f"{p.network.devices[b].name} ({p.chain.rungs[k].codec}, {p.chain.rungs[k].byte_share:.1%} of dense)"
-    ]
+    )
+    return [line, *_dearer(p)]
+
+
+def _dearer(p: Proposal) -> list[str]:
+    """For the slowest link that the last rung does not make short enough: what a dearer one would do."""
+    ladder, limit_s = p.costs.ladder, p.costs.ladder.tau * p.score.bottleneck_s
+    slow = [k for k, r in enumerate(p.chain.rungs) if r == ladder.rungs[-1] and p.score.hop_s[k] > limit_s]
+    if not slow:
+        return []
+    k = max(slow, key=lambda k: p.score.hop_s[k])
+    more = beyond(ladder, p.score.hop_s[k] / p.chain.rungs[k].byte_share, limit_s)
+    a, b = (p.network.devices[h].name for h in p.chain.hosts[k : k + 2])
+    return [f"{a} -> {b} takes {p.score.hop_s[k]:.3g} s with {p.chain.rungs[k].codec}: {more}"] if more else []
 
 
 def _tied(p: Proposal) -> list[str]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import resource
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -27,6 +32,10 @@ NAMES = (
 )
 SHAPES = ((3, 40, 16), (2, 8, 6, 6), (700,), (50, 7), (64, 64))
 KEY = FrameKey(seed=1, step=0, micro_batch=0, value=9)
+
+
+Case: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, bytes, object]  # codec, shape, type, payload, aux
+ROOM_BYTES = 16 << 20  # what decoding may take: the largest tensor here is 16 KiB, its decoders' arrays 600
 
 
 @dataclass
@@ -72,16 +81,39 @@ def mutate(payload: bytes, rng: random.Random, others: list[bytes]) -> bytes:
     return bytes(out)
 
 
+@contextlib.contextmanager
+def address_space(room_bytes: int) -> Iterator[None]:
+    """Memory beyond what the process has now and `room_bytes` is refused: an error of numpy or torch that is no
+    FrameError, even if the memory would never have been touched. Without effect where there is no /proc."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        yield
+        return
+    now = int(statm.read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + room_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 def fuzz(seed: int, count: int, names: tuple[str, ...] = NAMES) -> Tally:
-    """`count` mutations; lets through whatever a decoder raises but FrameError; AssertionError on a wrong tensor."""
-    rng, tally = random.Random(seed), Tally()
-    pool = []
+    """`count` mutations, without memory beyond ROOM_BYTES; lets through whatever a decoder raises but FrameError;
+    AssertionError on a wrong tensor."""
+    rng, pool = random.Random(seed), list[Case]()
     for i, (name, shape) in enumerate((n, s) for n in names for s in SHAPES):
         dtype = torch.bfloat16 if i % 3 == 2 else torch.float32
         forward, backward, aux = frames(name, shape, dtype, seed + i)
         pool += [(name, shape, dtype, forward, None), (name, shape, dtype, backward, aux)]
-    payloads = [p[3] for p in pool]
-    codecs = {name: parse(name) for name in names}
+    _decode(pool, rng, 1_000)  # loads what is loaded late
+    with address_space(ROOM_BYTES):
+        return _decode(pool, rng, count)
+
+
+def _decode(pool: list[Case], rng: random.Random, count: int) -> Tally:
+    payloads, tally = [p[3] for p in pool], Tally()
+    codecs = {name: parse(name) for name, *_ in pool}
     for _ in range(count):
         name, shape, dtype, payload, aux = rng.choice(pool)
         mutant = mutate(payload, rng, payloads)
@@ -104,4 +136,5 @@ def fuzz(seed: int, count: int, names: tuple[str, ...] = NAMES) -> Tally:
 
 
 if __name__ == "__main__":  # make soak: python -m tests.adversarial.codec_fuzz 1000000
+    torch.set_num_threads(1)
     print(fuzz(0, int(sys.argv[1])))

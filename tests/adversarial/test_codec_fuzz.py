@@ -6,12 +6,13 @@ import random
 import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from fusion_p2p.codec import parse
 from fusion_p2p.errors import FrameError
-from tests.adversarial.codec_fuzz import KEY, NAMES, frames, fuzz, mutate
+from tests.adversarial.codec_fuzz import KEY, NAMES, ROOM_BYTES, address_space, frames, fuzz, mutate
 from tests.adversarial.coverage_fuzz import runs_of
 
 
@@ -25,6 +26,14 @@ def test_mutated_payloads_give_typed_errors_only() -> None:
 @pytest.mark.timeout(3600)
 def test_a_million_mutations_give_typed_errors_only() -> None:
     assert fuzz(seed=0, count=1_000_000).refused > 300_000
+
+
+def test_the_confinement_refuses_memory_beyond_its_room() -> None:
+    with address_space(ROOM_BYTES):
+        with pytest.raises(MemoryError):
+            np.empty(4 * ROOM_BYTES, dtype=np.uint8)
+        with pytest.raises(RuntimeError, match="allocate memory"):
+            torch.empty(4 * ROOM_BYTES, dtype=torch.uint8)
 
 
 @pytest.mark.timeout(600)

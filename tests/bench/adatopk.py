@@ -1,7 +1,8 @@
 """AdaTopK's bench: one thread.
 
---quick leaves out training; the full form fine-tunes (40 minutes of one core; runs that are done are kept, see
-`adatopk_train`); --soak adds 2,000 steps from scratch and a million mutated frames.
+Training rows (fine-tuning, 2,000 steps from scratch) are read from results/*.json and say from which day they are;
+results of other code do not count. --train does what is not recorded (a minute of one core a run); --soak trains from
+scratch now (three minutes) and mutates a million frames.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from fusion_p2p.codec import FrameKey, indices, parse
 from fusion_p2p.codec.selection import select
 from tests.bench import adatopk_model as small
-from tests.bench import adatopk_plots, adatopk_train
+from tests.bench import adatopk_soak, adatopk_train
 from tests.bench.rows import Row, arguments, at_least, at_most, report
 
 KEY = FrameKey(seed=1, step=1, micro_batch=0, value=1)
@@ -133,27 +134,24 @@ def fp16_of_hivemind(x: torch.Tensor) -> tuple[float, int]:
     return best(lambda: codec.compress(x, info)) + best(lambda: codec.extract(packed)), packed.ByteSize()
 
 
-def rows(quick: bool, soak: bool) -> Iterator[Row]:
+def rows(quick: bool, soak: bool, train: bool) -> Iterator[Row]:
     real = not quick
     yield from selection_rows(real)
     yield from count_rows(real)
     yield from byte_rows(real)
     yield from speed_rows()
     if not quick:
-        yield from adatopk_train.rows()
-        yield from adatopk_plots.write()
-    if soak:
-        from tests.bench.adatopk_soak import soak_rows
-
-        yield from soak_rows()
+        yield from adatopk_train.rows(train)
+        yield from adatopk_soak.soak_rows() if soak else adatopk_soak.scratch_rows()
 
 
 def main(argv: list[str]) -> int:
-    parser = arguments(__doc__ or "", "no training")
-    parser.add_argument("--soak", action="store_true", help="also 2,000 steps from scratch and a million mutations")
+    parser = arguments(__doc__ or "", "no training results")
+    parser.add_argument("--train", action="store_true", help="do the fine-tuning runs that are not recorded")
+    parser.add_argument("--soak", action="store_true", help="2,000 steps from scratch and a million mutations, now")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    return report(rows(args.quick, args.soak), args.json)
+    return report(rows(args.quick, args.soak, args.train), args.json)
 
 
 if __name__ == "__main__":

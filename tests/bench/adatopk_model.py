@@ -139,6 +139,7 @@ class Result:
     curve: list[float]  # training loss per step
     sent: list[int]  # bytes so far, per step
     codec_share: float  # of the time
+    measured: str = ""  # the day, ISO
 
 
 def evaluate(model: Gpt, data: np.ndarray, links: Sequence[Link] | None, step: int, tokens: int) -> float:

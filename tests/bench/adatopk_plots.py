@@ -1,25 +1,25 @@
-"""Curves of the training runs as SVG, and their figures as one small JSON: `python -m tests.bench.adatopk_plots`.
+"""Curves of the training runs as SVG: `python -m tests.bench.adatopk_plots`.
 
-Reads results/local (`adatopk_train`, `adatopk_soak`), writes to results/: training loss against steps and against true
-bytes, for every codec that has run.
+Reads what `adatopk_train` and `adatopk_soak` measured or recorded, writes to results/: training loss against steps and
+against true bytes, for every codec that has run.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from tests.bench import adatopk_model as small
+from tests.bench import adatopk_record as record
+from tests.bench import adatopk_soak as soak
 from tests.bench import adatopk_train as runs
-from tests.bench.adatopk_soak import scratch
-from tests.bench.rows import Row
 
 WIDTH, HEIGHT, LEFT, TOP, LEGEND = 760, 380, 60, 30, 190
 COLOURS = ("#111111", "#4c78a8", "#f58518", "#e45756", "#72b7b2", "#54a24b", "#eeca3b", "#b279a2", "#ff9da6", "#9d755d")
-MOVING = 9  # steps that a curve is averaged over
+TOP_LOSS = 2.6  # of the fine-tuning pictures: what diverges leaves them
 
 Curve = tuple[Sequence[float], Sequence[float]]  # xs, ys
 
@@ -60,68 +60,47 @@ def svg(title: str, curves: Mapping[str, Curve], x_name: str, top_loss: float, *
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
-def smooth(values: Sequence[float]) -> list[float]:
-    """Mean over the last MOVING values."""
-    return [sum(values[max(0, i - MOVING + 1) : i + 1]) / min(i + 1, MOVING) for i in range(len(values))]
-
-
-def finetuning() -> dict[str, runs.small.Result]:
-    """Seed 0 of every codec that has run, dense first, by the bytes it takes."""
-    found = {c: r for c in dict.fromkeys(c for c, _ in runs.RUNS) if (r := runs.held(c, 0)) is not None}
+def finetuning() -> dict[str, small.Result]:
+    """The first seed of every codec that has run, by the bytes it takes, dense first."""
+    found = {c: r for c in dict.fromkeys(c for c, _ in runs.RUNS) if (r := runs.held(c, runs.SEEDS[0])) is not None}
     return dict(sorted(found.items(), key=lambda item: item[1].ratio))
 
 
-def write(folder: Path = runs.RESULTS) -> Iterator[Row]:
-    """Writes every picture and the JSON; what was written."""
-    held = finetuning()
-    if held:
-        named = {f"{c} ({r.ratio:.1f}x)": r for c, r in held.items()}
-        steps = {n: (range(len(r.curve)), smooth(r.curve)) for n, r in named.items()}
-        sent = {n: (r.sent, smooth(r.curve)) for n, r in named.items()}
+def write(folder: Path = record.RESULTS) -> Iterator[Path]:
+    """Writes every picture there are results for."""
+    named = {f"{c} ({r.ratio:.1f}x)": r for c, r in finetuning().items()}
+    if named:
+        steps = {n: (range(len(r.curve)), record.smooth(r.curve)) for n, r in named.items()}
+        sent = {n: (r.sent, record.smooth(r.curve)) for n, r in named.items()}
         what = "fine-tuning the byte GPT-2, training loss (nats per byte)"
-        yield _kept(folder / "adatopk_loss_steps.svg", svg(f"{what} against steps", steps, "step", 2.6))
+        yield _kept(folder / "adatopk_loss_steps.svg", svg(f"{what} against steps", steps, "step", TOP_LOSS))
         yield _kept(
             folder / "adatopk_loss_bytes.svg",
-            svg(f"{what} against true bytes", sent, "bytes sent over three cuts, both directions", 2.6, log_x=True),
+            svg(
+                f"{what} against true bytes", sent, "bytes sent over three cuts, both directions", TOP_LOSS, log_x=True
+            ),
         )
-        yield _kept(folder / "adatopk_finetune.json", json.dumps(figures(), indent=1) + "\n")
-    if all((runs.LOCAL / f"scratch-{c}-2000.json").exists() for c in ("none", "adatopk")):
-        both = {"dense": scratch("none"), "default policy": scratch("adatopk")}
-        curves = {n: (range(len(r.curve))[::10], smooth(r.curve)[::10]) for n, r in both.items()}
-        over = {n: (r.sent[::10], smooth(r.curve)[::10]) for n, r in both.items()}
-        what = "2,000 steps from scratch on two sites, training loss"
+    both = {"dense": soak.held("none", soak.SEEDS[0]), "default policy": soak.held("adatopk", soak.SEEDS[0])}
+    known = {n: r for n, r in both.items() if r is not None}
+    if len(known) == len(both):
+        thin = {n: (r, record.smooth(r.curve)[::10] if r.every == 1 else r.curve) for n, r in known.items()}
+        curves = {n: (range(0, 10 * len(c), 10), c) for n, (_, c) in thin.items()}
+        over = {n: (r.sent[:: 10 // r.every], c) for n, (r, c) in thin.items()}
+        what = f"{soak.STEPS} steps from scratch on two sites, training loss"
         yield _kept(folder / "adatopk_scratch_steps.svg", svg(f"{what} against steps", curves, "step", 6.0))
         yield _kept(
             folder / "adatopk_scratch_bytes.svg", svg(f"{what} against bytes", over, "bytes sent", 6.0, log_x=True)
         )
 
 
-def figures() -> list[dict[str, float | int | str]]:
-    """Every fine-tuning run there is: held-out losses, true ratio, largest activation norm over its first value."""
-    return [
-        {
-            "codec": codec,
-            "seed": seed,
-            "steps": runs.STEPS,
-            "held_out_tokens": runs.HELD_OUT,
-            "loss": round(r.loss, 5),
-            "loss_through_codec": round(r.loss_coded, 5),
-            "true_ratio": round(r.ratio, 2),
-            "norm_growth": round(max(r.norms), 3),
-        }
-        for codec, seed in runs.RUNS
-        if (r := runs.held(codec, seed)) is not None
-    ]
-
-
-def _kept(path: Path, text: str) -> Row:
+def _kept(path: Path, text: str) -> Path:
     path.write_text(text)
-    return Row(f"written: {path.name}", f"{len(text)} bytes", "reported", None)
+    return path
 
 
 def main() -> int:
-    for row in write():
-        print(row.case, row.figure)
+    for path in write():
+        print(f"written: {path.name}")
     return 0
 
 

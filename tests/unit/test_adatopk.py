@@ -12,6 +12,7 @@ from fusion_p2p.adatopk import (
     GateRules,
     LinkLoad,
     Observation,
+    allowed_loss,
     choose,
     gate,
     ladder_of,
@@ -100,10 +101,43 @@ def test_uniform_compression_is_the_same_everywhere(name: str) -> None:
 def test_every_rung_of_the_default_ladder_is_a_codec_and_on_the_front() -> None:
     ladder = ladder_of("adatopk")
     assert ladder.rungs[-1].codec.startswith("transform") and ladder.rungs[-1].loss_cost <= MOST_LOSS
-    assert any(r.loss_cost > MOST_LOSS for r in default_ladder(most_loss=1.0).rungs), "stronger ones are there by name"
-    for rung in ladder.rungs:
+    assert "topk-masked:0.01" in [r.codec for r in ladder.dearer], "on the ladder, taken where its cost is allowed"
+    whole = [*ladder.rungs, *ladder.dearer]
+    for rung in whole:
         parse(rung.codec)
-    assert [r.loss_cost for r in ladder.rungs] == sorted(r.loss_cost for r in ladder.rungs)
+    assert [r.loss_cost for r in whole] == sorted(r.loss_cost for r in whole)
+
+
+def test_topk_masked_is_chosen_where_it_is_the_least_loss_that_fits() -> None:
+    """A link on which only masks are fast enough: with its cost allowed, or where the model at hand takes it well."""
+    slow = link(0, 0.5)
+    (choice,) = choose("adatopk:200", [slow], [2.0, 2.0], ladder_of("adatopk:200"))
+    assert choice.rung.codec == "topk-masked:0.01" and choice.transfer_s <= 0.5
+    (less,) = choose("adatopk:200", [link(0, 2)], [2.0, 2.0], ladder_of("adatopk:200"))
+    assert less.rung.codec == "transform:0.5/0.5", "of two that fit, the one of less loss"
+    measured = pareto([Rung("int8", 0.26, loss_cost=0.001), Rung("topk-masked:0.01", 0.004, loss_cost=0.015)])
+    (own,) = choose("adatopk", [slow], [2.0, 2.0], ladder_of("adatopk", measured))
+    assert own.rung.codec == "topk-masked:0.01"
+
+
+def test_where_nothing_allowed_fits_the_reason_says_what_would() -> None:
+    (choice,) = choose("adatopk", [link(0, 0.5)], [2.0, 2.0], ladder_of("adatopk"))
+    assert choice.rung.codec == "transform:1/1"
+    assert "in the loss allowed fits" in choice.reason
+    assert "topk-masked:0.01 would take 0.268 s" in choice.reason
+    allowed = allowed_loss(f"adatopk:{choice.reason.rpartition('adatopk:')[2].split()[0]}")
+    assert allowed is not None and allowed >= ladder_of("adatopk").dearer[-1].loss_cost
+    (nearest,) = choose("adatopk", [link(0, 2)], [2.0, 2.0], ladder_of("adatopk"))
+    assert "transform:0.5/0.5 would take" in nearest.reason, "the least of those that would fit"
+
+
+def test_what_is_allowed_of_the_loss() -> None:
+    assert (allowed_loss("adatopk"), allowed_loss("adatopk:8"), allowed_loss("adatopk:0.5")) == (MOST_LOSS, 0.08, 0.005)
+    assert allowed_loss("adatopk-paper") is allowed_loss("none") is None
+    assert [r.codec for r in ladder_of("adatopk:0").rungs] == ["dense"]
+    for bad in ("adatopk:", "adatopk:x", "adatopk:-1", "adatopk:nan", "adatopk:5000"):
+        with pytest.raises(InputError, match="write adatopk, or adatopk:8"):
+            ladder_of(bad)
 
 
 @pytest.mark.parametrize("name", ["", "adaptive", "topk", "topk:x", "rotated:99/1"])

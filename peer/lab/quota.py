@@ -1,6 +1,8 @@
 """A peer's share of the CPU: a cgroup's quota where cgroups can be written, else its processes take turns with SIGSTOP.
 
-Periods are short against a stage's work on one micro-batch, so that a peer is slow and not merely often away.
+Periods are short against a stage's work on one micro-batch, so that a peer is slow and not merely often away. A group
+has the greatest weight there is: up to its quota it goes before whatever else this machine does, so a share that is
+promised is also had on a busy machine.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class GroupsV1:
     def write(self, group: Path, cores: float) -> None:
         (group / "cpu.cfs_period_us").write_text(str(round(PERIOD_S * 1e6)))
         (group / "cpu.cfs_quota_us").write_text(str(max(1000, round(PERIOD_S * cores * 1e6))))
+        (group / "cpu.shares").write_text("262144")
 
 
 class GroupsV2:
@@ -49,6 +52,7 @@ class GroupsV2:
 
     def write(self, group: Path, cores: float) -> None:
         (group / "cpu.max").write_text(f"{max(1000, round(PERIOD_S * cores * 1e6))} {round(PERIOD_S * 1e6)}")
+        (group / "cpu.weight").write_text("10000")
 
 
 def groups() -> Groups | None:

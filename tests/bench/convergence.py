@@ -35,18 +35,18 @@ from peer.data_open import OpenedData, open_data
 from peer.lab.bed import load_bed
 from peer.models import build_model
 from peer.offers import DeviceOffer, SwarmLinks
-from peer.placement import PlanRequest, make_plan
+from peer.placement import PlanRequest, make_plan, proposal_of, revise
 from peer.plan_codecs import channels_of
 from tests.bench.rows import Row, arguments, at_most, progress, report
 from tests.netlab import model as m
-from tests.netlab.study import CONFIGS, FILE, OURS
+from tests.netlab.study import CONFIGS, FILE, OURS, PUBLISHED, PUBLISHED_UNIFORM
 
 RESULTS = Path(__file__).parent / "results"
 DENSE = "dense"
-SHOWN = {DENSE: ("opfence", "none"), **{k: v for k, v in CONFIGS.items() if k != "equal compute, dense"}}
-SHOWN.pop("ours, compression off")
+SHOWN = {DENSE: ("opfence", "none"), **{k: CONFIGS[k] for k in (OURS, PUBLISHED_UNIFORM, PUBLISHED)}}
+TRIAL_OVER_RECORD = 3.0  # as on the lab: a record's matrix products promise more than small operators keep
 LOSS, POINTS = 0.02, 0.5
-STEPS, SEEDS = {"gpt2": 200, "resnet": 200}, (0, 1, 2)
+STEPS, SEEDS = {"gpt2": 200, "resnet": 120}, (0, 1, 2)
 HELD_OUT_TOKENS, HELD_OUT_IMAGES = 40_960, 1000
 
 
@@ -125,13 +125,13 @@ def resnet() -> Task:
 
 
 def plan_of(task: Task, dag: Any, planner: str, compression: str) -> Plan:
-    """The plan on N1, as a run there would have it if devices kept what they promise."""
+    """The plan on N1, as a run there has it after its trial steps."""
     bed = load_bed(FILE, "N1", rate_scale=0.1)
     devices, rates = bed.network.devices, bed.network.bandwidth_bytes_per_s
     offers = [
         DeviceOffer(
-            peer=d.peer, flops_per_s=d.flops_per_s, memory_bytes=int(d.memory_bytes),
-            memory_bytes_per_s=d.memory_bytes_per_s,
+            peer=d.peer, flops_per_s=TRIAL_OVER_RECORD * d.flops_per_s, memory_bytes=int(d.memory_bytes),
+            memory_bytes_per_s=TRIAL_OVER_RECORD * d.memory_bytes_per_s,
         )
         for d in devices
     ]  # fmt: skip
@@ -143,17 +143,17 @@ def plan_of(task: Task, dag: Any, planner: str, compression: str) -> Plan:
     )
     base = Numerics(cuts=(), micro_batches=m.MICRO_BATCHES, micro_batch_size=task.micro_batch_size)
     size = task.micro_batch_size
-    return make_plan(
-        atoms(dag, size),
-        offers,
-        PlanRequest(
-            base=base,
-            links=links,
-            compression=compression,
-            planner=planner,
-            channels=lambda cuts: channels_of(dag, cuts, size),
-        ),
+    request = PlanRequest(
+        base=base,
+        links=links,
+        compression=compression,
+        planner=planner,
+        channels=lambda cuts: channels_of(dag, cuts, size),
     )
+    chain = atoms(dag, size)
+    plan = make_plan(chain, offers, request)
+    promised = proposal_of(plan, chain, offers, request).score.stage_s
+    return revise(plan, chain, offers, request, {k: TRIAL_OVER_RECORD * s for k, s in enumerate(promised)})[0]
 
 
 def train(task: Task, config: str, seed: int, steps: int) -> Curve:

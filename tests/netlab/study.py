@@ -7,6 +7,7 @@ next thing is tried.
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import tempfile
 import time
@@ -28,12 +29,14 @@ from tests.netlab import model as m
 from tests.netlab import rivals as r
 
 FILE = Path(__file__).parents[2] / "examples" / "testbeds" / "lab.json"
-OURS, PLAN_ALONE, PUBLISHED_UNIFORM = "ours", "ours, compression off", "published OP-Fence, uniform Top-K"
+OURS, PLAN_ALONE = "ours", "ours, compression off"
+PUBLISHED, PUBLISHED_UNIFORM = "published OP-Fence, published AdaTopK", "published OP-Fence, uniform Top-K"
+DRAWS = 3  # of what the published rule leaves open: the order of communities and of their peers
 CONFIGS = {
     OURS: ("opfence", "adatopk"),
     PLAN_ALONE: ("opfence", "none"),
-    PUBLISHED_UNIFORM: ("published:0", "topk:100"),
-    "published OP-Fence, published AdaTopK": ("published:0", "adatopk-paper"),
+    **{f"{PUBLISHED_UNIFORM}, draw {k}": (f"published:{k}", "topk:100") for k in range(DRAWS)},
+    PUBLISHED: ("published:0", "adatopk-paper"),
     "equal compute, dense": ("equal-compute:0", "none"),
     "equal compute, uniform Top-K": ("equal-compute:0", "topk:100"),
 }
@@ -62,7 +65,22 @@ class Found:
         return statistics.median(x.step_s for x in runs) if runs else float("nan")
 
     def step_s(self, config: str) -> float:
-        return self.runs[config].step_s if config in self.runs else float("nan")
+        """The median over a configuration's draws; NaN if it did not run."""
+        times = [run.step_s for name, run in self.runs.items() if name == config or name.startswith(f"{config}, draw ")]
+        return statistics.median(times) if times else float("nan")
+
+    def tried(self, config: str) -> bool:
+        names = (*self.runs, *self.failed)
+        return any(n == config or n.startswith(f"{config}, draw ") for n in names)
+
+    def least_step_s(self) -> float:
+        """Of any chain that sends nothing at all: the least work that a run did in a step, in CPU seconds, spread
+        evenly over the best number of peers, and the time in which such a pipeline fills."""
+        work_s = min((sum(run.cpu_s.values()) / len(run.steps) for run in self.runs.values() if run.cpu_s), default=0.0)
+        fastest = itertools.accumulate(sorted(self.cores.values(), reverse=True))
+        fill = [(m.MICRO_BATCHES + k) / m.MICRO_BATCHES for k in range(len(self.cores))]
+        times = [work_s * f / cores for f, cores in zip(fill, fastest, strict=True)]
+        return min(times, default=0.0) or float("nan")
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -19,7 +19,8 @@ from peer.channel_io import ChannelSettings
 from peer.protocol import BlobRef
 from peer.ratelimit import Limiter
 from tests.bench.elastic_faults import open_run
-from tests.bench.rows import Row, at_most
+from tests.bench.rows import Row, at_most, progress
+from tests.cluster.comings import visits
 
 HOLDERS, JOINERS = 3, 6
 SETTINGS = ChannelSettings(dead_s=4.0)
@@ -99,48 +100,33 @@ def joiners(size: int, bytes_per_s: float) -> list[Row]:
     ]
 
 
-def _held(pids: list[int]) -> tuple[int, int]:
-    """(open files and sockets, processes) of these processes and their children."""
-    files = processes = 0
-    for pid in pids:
-        try:
-            for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-                processes += 1
-                files += process.num_fds()
-        except psutil.NoSuchProcess:
-            continue
-    return files, processes
-
-
 def comings_and_goings(count: int, seconds: float) -> list[Row]:
-    """Volunteers that join and leave, one of each every `seconds` / `count`, beside three that stay and train."""
-    with LocalSwarm(peers=3) as swarm, open_run(swarm, 100_000, stages=3, recover_s=120.0) as run:
-        stay = [v.pid for v in swarm.volunteers]
-        run.train(20)
-        before_s, (files, processes) = run.train(20).seconds / 20, _held([*stay, os.getpid()])
-        begin, guests = time.monotonic(), []
-        for number in range(count):
-            guests.append(swarm.add())
-            if len(guests) > 1:
-                gone = guests.pop(0)
-                gone.terminate()
-                gone.join(time.monotonic() + 15.0)
-            run.train(1)
-            time.sleep(max(0.0, begin + (number + 1) * seconds / count - time.monotonic()))
-        for guest in guests:
-            guest.terminate()
-            guest.join(time.monotonic() + 15.0)
-        run.train(20)
-        after_s, (files_now, processes_now) = run.train(20).seconds / 20, _held([*stay, os.getpid()])
-        left = [v.pid for v in swarm.volunteers if v.is_alive and v.pid not in stay]
+    """Volunteers join and leave, one of each every `seconds` / `count`, every fifth by SIGKILL, beside two that stay;
+    who leaves hosts a stage."""
+    with tempfile.TemporaryDirectory() as root, LocalSwarm(peers=4) as swarm:
+        folder = Path(root) / "run"
+        with open_run(swarm, 1000, stages=3, recover_s=120.0, run_dir=folder) as run:
+            found = visits(
+                swarm,
+                run,
+                folder,
+                count,
+                every_s=seconds / count,
+                killed=lambda k: k % 5 == 4,
+                settle_s=90.0,
+                told=progress,
+            )
+    case = f"{count} joins and leaves in {seconds / 60:.0f} min, {found.moves} moves of stages"
+    left, grown = found.behind, found.grown()
+    rss = found.after.rss_bytes / found.before.rss_bytes
     return [
+        Row(f"{case}: processes, folders and records left", "; ".join(left) or "none", "none", not left),
         Row(
-            f"{count} joins and leaves in {seconds / 60:.0f} min: volunteers left running",
-            str(len(left)),
-            "0",
-            not left,
+            "  processes, open files and sockets, threads, files of those that stay: more than before",
+            ", ".join(f"{name} {a} -> {b}" for name, (a, b) in grown.items()) or "none",
+            "none",
+            not grown,
         ),
-        at_most("  processes of those that stayed, over before", processes_now / processes, 1.0),
-        at_most("  their open files and sockets, over before", files_now / files, 1.1),
-        at_most("  step time after, over before", after_s / before_s, 1.25),
+        at_most("  their memory, over before", rss, 1.1),
+        at_most("  step time after, over before", found.step_s_after / found.step_s_before, 1.25),
     ]

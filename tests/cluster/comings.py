@@ -1,0 +1,191 @@
+"""Volunteers that come and go beside a run, one after another, and what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from peer.api import LocalSwarm, Run
+from peer.lab.local_swarm import READY_TIMEOUT_S, Volunteer
+
+STAY = 2  # volunteers that never leave; the swarm's addresses
+GOES_S = 15.0  # for a volunteer that says goodbye
+PROMPT_S = 1.0  # between looks at what is left
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the trainer and the volunteers that stay hold: themselves and their children. `files`: below their folders;
+    `descriptors`: open files, pipes and sockets."""
+
+    processes: int
+    descriptors: int
+    threads: int
+    files: int
+    rss_bytes: int
+
+
+@dataclass(frozen=True)
+class Visits:
+    """`behind`: processes, socket folders and records of those that left, and what runs beside the swarm that did not
+    before. `step_s`: median seconds of a step. `moves`: stages that went to another peer."""
+
+    number: int
+    before: Held
+    after: Held
+    step_s_before: float
+    step_s_after: float
+    moves: int
+    behind: tuple[str, ...]
+
+    def grown(self) -> dict[str, tuple[int, int]]:
+        """What is held more of than before: name -> (before, after). Memory apart, which no count of things tells."""
+        names = ("processes", "descriptors", "threads", "files")
+        found = {name: (getattr(self.before, name), getattr(self.after, name)) for name in names}
+        return {name: pair for name, pair in found.items() if pair[1] > pair[0]}
+
+
+def visits(
+    swarm: LocalSwarm,
+    run: Run,
+    run_dir: Path,
+    number: int,
+    *,
+    every_s: float = 0.0,
+    killed: Callable[[int], bool] = lambda k: False,
+    settle_s: float = 60.0,
+    steps: int = 20,
+    told: Callable[[str], None] = lambda text: None,
+) -> Visits:
+    """`number` volunteers join, and for each the longest-standing visitor leaves, by SIGTERM or where `killed(k)` by
+    SIGKILL; one join and one leave every `every_s` seconds at most. STAY volunteers of `swarm` stay. What is held is
+    compared once all is quiet again, or after `settle_s`."""
+    stay, visitors = swarm.volunteers[:STAY], deque(swarm.volunteers[STAY:])
+    gone: list[_Gone] = []
+    run.train(steps)
+    step_s_before = _step_s(run, steps)
+    run.save()
+    before = _held(stay, run_dir)
+    begin, hosts, moves = time.monotonic(), _hosts(run), 0
+    for k in range(number):
+        newcomer, descriptor = swarm.launch(stay)
+        run.train(1)
+        newcomer.wait_ready(descriptor, time.monotonic() + READY_TIMEOUT_S)
+        visitors.append(newcomer)
+        leaver = _Gone(visitors.popleft())
+        gone.append(leaver)
+        leaver.leave(killed(k))
+        while time.monotonic() < begin + (k + 1) * every_s or leaver.volunteer.is_alive:
+            run.train(1)
+            leaver.end_if_late()
+        run.train(2)
+        moves += sum(a != b for a, b in zip(hosts, _hosts(run), strict=True))
+        hosts = _hosts(run)
+        told(f"{k + 1} of {number} came and went; {moves} stages moved")
+    run.train(steps)
+    step_s_after = _step_s(run, steps)
+    run.save()
+    until = time.monotonic() + settle_s
+    while True:
+        after, behind = _held(stay, run_dir), tuple(_behind(gone, swarm.addresses))
+        found = Visits(number, before, after, step_s_before, step_s_after, moves, behind)
+        if (not behind and not found.grown()) or time.monotonic() >= until:
+            return found
+        time.sleep(PROMPT_S)
+
+
+class _Gone:
+    """A volunteer that leaves: which processes and which socket folder were its own."""
+
+    def __init__(self, volunteer: Volunteer) -> None:
+        self.volunteer, self.peer = volunteer, volunteer.ready.peer
+        self.family = _family([volunteer.pid])
+        listening = (argument for p in self.family for argument in _command(p) if argument.startswith("-listen=/unix"))
+        self.folders = [Path(argument.removeprefix("-listen=/unix")).parent for argument in listening]
+        self._until = float("inf")
+
+    def leave(self, killed: bool) -> None:
+        self._until = time.monotonic() + GOES_S
+        if not killed:
+            return self.volunteer.terminate()
+        for process in self.family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        self.volunteer.kill()
+
+    def end_if_late(self) -> None:
+        if time.monotonic() > self._until:
+            raise AssertionError(f"volunteer {self.peer} was asked to leave and still runs after {GOES_S:.0f} s")
+
+
+def _behind(gone: Sequence[_Gone], addresses: Sequence[str]) -> Iterator[str]:
+    peers = {leaver.peer for leaver in gone}
+    for leaver in gone:
+        yield from (f"process {p.pid}: {' '.join(_command(p))[:80]}" for p in leaver.family if _runs(p))
+        yield from (f"folder {folder}" for folder in leaver.folders if folder.exists())
+    board = _board(addresses)
+    yield from (f"record of peer {p['peer'][-8:]}" for p in board["peers"] if p["peer"] in peers)
+    yield from (
+        f"stage {s['stage']} of run {r['run'][:8]} at peer {s['peer'][-8:]}"
+        for r in board["runs"]
+        for s in r["stages"]
+        if s["peer"] in peers
+    )
+
+
+def _board(addresses: Sequence[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "dht.cli_monitor", "status", "--json", "--swarm", ",".join(addresses)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _held(stay: Sequence[Volunteer], run_dir: Path) -> Held:
+    """Between steps, with this process's own p2pd; volunteers that come and go are children of this process too."""
+    ours = [p for p in psutil.Process().children() if any("p2pd" in word for word in _command(p)[:1])]
+    processes = [psutil.Process(), *ours, *_family([v.pid for v in stay])]
+    figures = [(p.num_fds(), p.num_threads(), p.memory_info().rss) for p in processes]
+    folders = [run_dir, *(v.home for v in stay)]
+    files = sum(path.is_file() for folder in folders for path in folder.rglob("*"))
+    descriptors, threads, rss = (sum(column) for column in zip(*figures, strict=True))
+    return Held(len(processes), descriptors, threads, files, rss)
+
+
+def _family(pids: Sequence[int]) -> list[psutil.Process]:
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return found
+
+
+def _command(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return list(process.cmdline())
+    return []
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _step_s(run: Run, steps: int) -> float:
+    return statistics.median(step.step_time_s for step in run.steps(steps))
+
+
+def _hosts(run: Run) -> list[str]:
+    return [p.peer for p in sorted(run.plan().placement, key=lambda p: p.stage)]

@@ -1,0 +1,24 @@
+"""Volunteers join and leave, hosts among them; nothing of theirs is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from peer.api import LocalSwarm
+from tests.bench.elastic_faults import open_run
+from tests.cluster.comings import visits
+
+
+@pytest.mark.timeout(300)
+def test_six_come_and_six_go_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setenv("FUSION_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "run"
+    with LocalSwarm(peers=3) as swarm, open_run(swarm, 200, stages=3, recover_s=120.0, run_dir=folder) as run:
+        found = visits(swarm, run, folder, 6, steps=3, told=print)
+    print(found)
+    assert not found.behind and not found.grown()
+    assert found.moves >= 6

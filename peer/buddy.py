@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class Buddy:
     def __init__(self, transport: Transport, store: BlobStore, folder: Path, settings: ChannelSettings) -> None:
         self._transport, self._store, self._folder, self._settings = transport, store, folder, settings
         self._held: dict[tuple[str, int], dict[int, _Held]] = {}
+        self._recent: dict[str, deque[int]] = {}  # run -> ticks of the sets that were heard of last
         self._coming = 0  # bytes that are being fetched
         self.others_want: Callable[[str], bool] = lambda blob: False  # a stage that is hosted here has the same bytes
 
@@ -61,11 +63,27 @@ class Buddy:
             return msgspec.structs.replace(answer, reason=str(error)[:200])
         finally:
             self._coming -= ref.size
-        ticks = self._held.setdefault(key, {})
-        ticks[message.tick] = _Held(ref.hash, ref.size, frozenset({*message.readers, trainer}))
-        for tick in sorted(ticks)[:-SETS_KEPT]:
-            self._discard(ticks.pop(tick).blob)
+        held = _Held(ref.hash, ref.size, frozenset({*message.readers, trainer}))
+        before = self._held.setdefault(key, {}).pop(message.tick, None)
+        self._held[key][message.tick] = held
+        if before is not None and before.blob != held.blob:
+            self._discard(before.blob)
+        self.complete(message.run, message.tick)
         return answer
+
+    def complete(self, run: str, tick: int) -> None:
+        """There is a complete set of `run` at `tick`: of older ones only the newest is kept, of whatever stage. Not the
+        largest ticks count but those heard of last: a run may go back."""
+        recent = self._recent.setdefault(run, deque(maxlen=SETS_KEPT))
+        if tick in recent:
+            recent.remove(tick)
+        recent.append(tick)
+        for key in [key for key in self._held if key[0] == run]:
+            ticks = self._held[key]
+            for old in [t for t in ticks if t not in recent]:
+                self._discard(ticks.pop(old).blob)
+            if not ticks:
+                del self._held[key]
 
     def wants(self, blob: str) -> bool:
         """Whether the bytes are kept for somebody."""
@@ -78,6 +96,7 @@ class Buddy:
         return any(r == run and held.blob == blob and peer in held.readers for r, held in self._all())
 
     def drop_run(self, run: str) -> None:
+        self._recent.pop(run, None)
         for key in [k for k in self._held if k[0] == run]:
             for held in self._held.pop(key).values():
                 self._discard(held.blob)

@@ -153,7 +153,8 @@ class Mark(msgspec.Struct, frozen=True, tag="mark", kw_only=True):
 
 
 class Trim(msgspec.Struct, frozen=True, tag="trim", kw_only=True):
-    """A set at `tick` is complete: frames and snapshots before it are no longer needed."""
+    """A set at `tick` is complete: frames and snapshots before it are no longer needed. `stage` -1: to a peer that
+    hosts none, and keeps those of others."""
 
     run: str
     stage: int

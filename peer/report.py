@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ import msgspec
 from fusion_p2p.plan import Plan
 from peer.events import EvalResult, Happening, LinkBytes, PlanAdopted, RunEvent, StepResult
 
+MOST_EVENTS = 10_000  # the newest; what a run of months or a talkative swarm says must not fill the memory
+
 
 class Report:
     """Collects what happened; `as_dict` is what `--report` writes."""
@@ -17,7 +20,8 @@ class Report:
     def __init__(self) -> None:
         self.steps: list[StepResult] = []
         self.evals: list[EvalResult] = []
-        self.events: list[RunEvent] = []
+        self.events: deque[RunEvent] = deque(maxlen=MOST_EVENTS)
+        self._forgotten = 0
         self.plan: Plan | None = None
         self.bytes_sent: dict[str, int] = {}
         self.differing = 0
@@ -29,6 +33,7 @@ class Report:
             case EvalResult():
                 self.evals.append(happening)
             case RunEvent():
+                self._forgotten += len(self.events) == MOST_EVENTS
                 self.events.append(happening)
             case PlanAdopted(plan=plan):
                 self.plan = plan
@@ -46,6 +51,7 @@ class Report:
             "exact_to": "rounding" if self.differing else "bit",
             "differing_frames": self.differing,
             "events": [msgspec.to_builtins(e) for e in self.events],
+            "events_left_out": self._forgotten,
             "weights_blake2b": weights,
         }
 

@@ -75,6 +75,7 @@ class Trainer:
             dag,
             spawn=self.spawn,
             on_lost=lambda peer, reason: self._live.gone(peer, reason),
+            on_offer=lambda peers: self._live.offering(peers),
             on_fault=lambda peer, fault: self._hearing.fault(peer, fault),
             on_status=lambda peer, status: self._hearing.status(peer, status),
             channels=options.channels,

@@ -64,7 +64,8 @@ class Refusal:
 
 
 class Assembly:
-    """`on_lost(peer, reason)` is called once per volunteer that had a stage and is gone."""
+    """`on_lost(peer, reason)` is called once per volunteer that had a stage and is gone, `on_offer(peers)` before they
+    are asked to take one."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class Assembly:
         *,
         spawn: Spawn,
         on_lost: Lost,
+        on_offer: Callable[[Collection[str]], None],
         on_fault: Callable[[str, StageFault | Suspect], None],
         on_status: Callable[[str, StageStatus], None],
         channels: ChannelSettings,
@@ -83,6 +85,7 @@ class Assembly:
         self._transport, self._session, self._channels = transport, session, channels
         self._opdag, self._opdag_hash = dag.to_bytes(), dag.hash
         self._spawn, self._on_lost, self._on_fault, self._on_status = spawn, on_lost, on_fault, on_status
+        self._on_offer = on_offer
         self._credentials = Credentials(session, transport.peer_id, dag.hash)
         self._hosts: dict[str, Host] = {}
         self._opening: dict[str, asyncio.Lock] = {}
@@ -176,6 +179,7 @@ class Assembly:
                     return [Refusal(p, str(error), gone=True)]
             return []
 
+        self._on_offer(by_peer.keys())
         self._offered.update(by_peer.keys())
         try:  # until all is settled: what becomes of one that has accepted while others have not is heard
             answers = await asyncio.gather(*(on_peer(peer, ps) for peer, ps in by_peer.items()))

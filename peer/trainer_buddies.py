@@ -7,7 +7,7 @@ its state already. What the run folder holds is complete without them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dht.errors import DhtError
 from fusion_p2p.plan import Plan
@@ -24,6 +24,7 @@ class BuddyKeeper:
     def __init__(self, live: Live) -> None:
         self._live = live
         self._told: tuple[str, ...] = ()
+        self._keep: set[str] = set()  # who has kept something in this session
 
     async def spread(self, manifest: Manifest, hosts: dict[int, str]) -> None:
         """Ask a buddy per stage to keep its snapshot of this set; `hosts`: who made it."""
@@ -39,10 +40,15 @@ class BuddyKeeper:
         live.kept = {blob: peers for blob, peers in live.kept.items() if blob in wanted}
         live.keepers = {}
         await asyncio.gather(
-            *(self._keep(manifest.tick, e, hosts.get(e.stage, ""), chosen.get(e.stage)) for e in manifest.stages)
+            *(self._ask(manifest.tick, e, hosts.get(e.stage, ""), chosen.get(e.stage)) for e in manifest.stages)
         )
 
-    async def _keep(self, tick: int, entry: StageFile, host: str, buddy: str | None) -> None:
+    def idle(self, hosts: Collection[str]) -> list[str]:
+        """Those that keep something and host nothing."""
+        self._keep &= set(self._live.assembly.linked)
+        return sorted(self._keep - set(hosts))
+
+    async def _ask(self, tick: int, entry: StageFile, host: str, buddy: str | None) -> None:
         """Ask `buddy`; who cannot keep it is replaced at once by the next best."""
         live, cannot = self._live, set[str]()
         ref = BlobRef(entry.hash, entry.size, (live.transport.peer_id, *[host] * bool(host)))
@@ -55,6 +61,7 @@ class BuddyKeeper:
                 why = str(error)
             if not why:
                 live.kept.setdefault(entry.hash, []).append(buddy)
+                self._keep.add(buddy)
                 return
             live.say("waiting", f"{buddy[-8:]} does not keep stage {entry.stage}'s set: {why}", peer=buddy)
             cannot.add(buddy)

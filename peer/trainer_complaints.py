@@ -1,7 +1,7 @@
 """What hosts say of each other: a neighbour that cannot be reached, a frame that does not fit.
 
-Each may be the truth, a lie, or a cut between just these two. The accused is replaced; who accuses a second peer is
-taken for the cause.
+Each may be the truth, a lie, or a cut between just these two. The accused is replaced; `accusations` says for how
+long, and when the accuser is taken for the cause.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from peer.accusations import Accusations
 from peer.protocol import StageFault
 from peer.trainer_live import Live
 
@@ -19,10 +20,11 @@ PATIENCE = 1.5  # times `dead_s` that two hosts which we reach may fail to reach
 class Complaints:
     """`hear` takes faults that name another peer. All on one loop."""
 
-    def __init__(self, live: Live, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> None:
-        self._live, self._spawn = live, spawn
+    def __init__(
+        self, live: Live, spawn: Callable[[Coroutine[Any, Any, None]], None], accusations: Accusations
+    ) -> None:
+        self._live, self._spawn, self._accusations = live, spawn, accusations
         self._unreached: set[tuple[str, str]] = set()  # (who says so, of whom)
-        self._accused: dict[str, set[str]] = {}  # by whom -> of frames that do not fit
 
     def hear(self, reporter: str, fault: StageFault) -> None:
         """`reporter` hosts the stage that the fault is of; `fault.peer` is the one it concerns, if it is a host."""
@@ -37,11 +39,9 @@ class Complaints:
             case "back":
                 self._unreached.discard(pair)
             case "peer-frame":
-                accused = self._accused.setdefault(reporter, set())
-                accused.add(fault.peer)
-                culprit = fault.peer if len(accused) == 1 else reporter
-                self._live.exclude(culprit)
-                self._live.lose(culprit, f"stage {fault.stage} says: {fault.reason}")
+                found = self._accusations.hear(reporter, fault.peer)
+                self._live.judged(found)
+                self._live.lose(found.out, f"stage {fault.stage} says: {fault.reason}")
 
     def forget(self) -> None:
         """Every stage begins anew: what was said of streams that are no more counts for nothing."""

@@ -4,7 +4,7 @@ The stage that received one waits, named. Its sender's stage is rebuilt elsewher
 where it is, and what comes then decides: the same bytes, or as wild ones, and the model did it - the verdict of the
 step says what follows; something tame, and the first host is not trusted again. A frame that is not named again in time
 passes, so that nobody holds the run up with what never comes. Whose suspicions led to nothing is asked ever more
-rarely, and who has a second peer found out is taken for the cause.
+rarely. That a frame was wild is the receiver's word alone: `accusations` says how far it goes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion_p2p.suspicion import FrameId, Suspicion, Watched
+from peer.accusations import Accusations
 from peer.protocol import Pass, Suspect
 from peer.trainer_host import HostLost
 from peer.trainer_live import Live
@@ -50,15 +51,18 @@ class Guardian:
     """On the session's loop. One case at a time: the others wait for its outcome, one for each stage."""
 
     def __init__(
-        self, live: Live, spawn: Callable[[Coroutine[Any, Any, None]], None], judge_s: float = JUDGE_S
+        self,
+        live: Live,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        accusations: Accusations,
+        judge_s: float = JUDGE_S,
     ) -> None:
-        self._live, self._spawn, self._judge_s = live, spawn, judge_s
+        self._live, self._spawn, self._accusations, self._judge_s = live, spawn, accusations, judge_s
         self._case: _Case | None = None
         self._later: dict[int, _Case] = {}
         self._own_tick: int | None = None  # of the last frame that was found to be the model's own
         self._fruitless: Counter[str] = Counter()  # by reporter
         self._quiet: dict[str, int] = {}  # reporter -> the step before which what it holds passes
-        self._found_out: dict[str, set[str]] = {}  # by whose word -> peers that are not trusted again
         self._passing: dict[int, FrameId | None] = {}  # stage -> the frame it may use, while a task says so
 
     def hear(self, reporter: str, said: Suspect) -> None:
@@ -125,15 +129,14 @@ class Guardian:
             text = f"{frame} is wild at two hosts: the model made it, and the step decides"
             live.say("notice", text, stage=frame.src)
             return await self._close(case, _Found.OWN)
-        found_out = self._found_out.setdefault(case.reporter, set())
-        found_out.add(case.sender)
-        if len(found_out) == 1:
-            live.exclude(case.sender)
-            text = f"{case.sender[-8:]} is not trusted again: {frame} came with norm {again.norm:.3g} from another host"
+        judgement = self._accusations.hear(case.reporter, case.sender)
+        live.judged(judgement)
+        if judgement.out == case.sender:
+            how_long = "is not trusted again" if judgement.for_good else f"gets no stage for {judgement.for_s:.0f} s"
+            text = f"{case.sender[-8:]} {how_long}: {frame} came with norm {again.norm:.3g} from another host"
             live.say("quarantined", text, peer=case.sender, stage=frame.src)
             return await self._close(case, _Found.LIE)
-        reason = f"it says of {len(found_out)} peers that they send wild frames"
-        live.exclude(case.reporter)
+        reason = f"it alone says of {len(judgement.cleared)} peers that they sent what they must not"
         live.say("quarantined", f"{case.reporter[-8:]} is not trusted again: {reason}", peer=case.reporter)
         live.lose(case.reporter, reason)
         await self._close(case, _Found.NOTHING)

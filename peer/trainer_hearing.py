@@ -10,13 +10,14 @@ from typing import Any
 import msgspec
 
 from fusion_p2p.plan import Plan
+from peer.accusations import Accusations
 from peer.link_ends import LinkEvent
 from peer.protocol import StageFault, StageStatus, Suspect
 from peer.rehost import computed_apart
 from peer.trainer_complaints import Complaints
 from peer.trainer_guard import Guardian
 from peer.trainer_live import Live
-from peer.trainer_watch import Watch
+from peer.trainer_watch import LONG_WAIT_S, Watch
 
 FATAL_FAULTS = frozenset({"died", "frame", "memory", "cap", "leaving", "gap", "mark"})
 HONEST_FAULTS = frozenset({"leaving", "gap"})  # after which the host may be given a stage again
@@ -29,7 +30,8 @@ class Hearing:
 
     def __init__(self, live: Live, watch: Watch, spawn: Callable[[Coroutine[Any, Any, None]], None]) -> None:
         self._live, self._watch, self._spawn = live, watch, spawn
-        self._complaints, self._guardian = Complaints(live, spawn), Guardian(live, spawn)
+        accusations = Accusations()
+        self._complaints, self._guardian = Complaints(live, spawn, accusations), Guardian(live, spawn, accusations)
 
     def forget(self) -> None:
         """Every stage begins anew."""
@@ -43,6 +45,9 @@ class Hearing:
         self._live.outbox_share[status.stage] = status.outbox_share
         stages = placed.plan.numerics.stages
         self._watch.status(status, stages, placed.links.bytes_sent(), placed.links.differing())
+        if status.waited_s > LONG_WAIT_S:
+            text = f"stage {status.stage} has waited {status.waited_s:.0f} s for {status.waiting_for}"
+            self._live.say("waiting", text, peer=peer, stage=status.stage)
 
     def fault(self, peer: str, fault: StageFault | Suspect) -> None:
         placed = self._live.placed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from dht.transport import Transport
@@ -14,6 +14,7 @@ from fusion_p2p.plan import NumericLogEntry, Numerics, Plan
 from fusion_p2p.planner import AtomTimes, Ladder
 from fusion_p2p.split import StageProgram
 from fusion_p2p.workload import Atom
+from peer.accusations import Judgement
 from peer.channel_io import ChannelSettings
 from peer.events import RunEvent, Sink
 from peer.links import Links
@@ -23,6 +24,7 @@ from peer.plan_change import SETUP_S, Advice
 from peer.plan_codecs import channels_of
 from peer.plan_rates import Rates
 from peer.protocol import BlobRef
+from peer.quiet import Quiet
 from peer.trainer_assembly import Assembly, Refusal
 from peer.trainer_session import Session
 from peer.trainer_state import Manifest, RunFolder
@@ -125,6 +127,7 @@ class Live:
     placing: asyncio.Lock = field(default_factory=asyncio.Lock)
     fence: int = 0
     recut_s: float = 2 * SETUP_S  # what the last change of cuts took
+    quiet: Quiet = field(default_factory=Quiet)
 
     @property
     def request(self) -> PlanRequest:
@@ -169,6 +172,18 @@ class Live:
 
     def exclude(self, peer: str, for_s: float = math.inf) -> None:
         self.excluded[peer] = max(time.monotonic() + for_s, self.excluded.get(peer, 0.0))
+
+    def judged(self, found: Judgement) -> None:
+        """What hosts said of each other leads to this. What was seen here, for good, is not cleared by it."""
+        self.exclude(found.out, found.for_s)
+        for peer in found.cleared:
+            if math.isfinite(self.excluded.get(peer, math.inf)):
+                del self.excluded[peer]
+
+    def offering(self, peers: Iterable[str]) -> None:
+        """They are asked to take stages: what was heard of them before counts no more, if they accept."""
+        for peer in peers:
+            self.early.pop(peer, None)
 
     def may_host(self, peer: str) -> bool:
         return peer not in self.lost and peer not in self.leaving and time.monotonic() >= self.excluded.get(peer, 0.0)
@@ -222,14 +237,16 @@ class Live:
         """
         if not moving:
             self.may_stay.discard(peer)
-        stages = [p.stage for p in self.placed.plan.placement if p.peer == peer] if self.placed else []
+        plan = self.placed.plan if self.placed is not None and self.placed.plan.number >= self.fence else None
+        stages = [p.stage for p in plan.placement if p.peer == peer] if plan is not None else []
         if not stages and self.assembly.hosts_stage(peer):  # of a plan that is not yet in force
             self.early[peer] = reason
         if not stages or peer in self.lost:
             return
         self.lost[peer] = reason
         self.losses += not moving
-        self.leaving.pop(peer, None)
+        if self.leaving.pop(peer, None) is not None:
+            self.exclude(peer, AFTER_LOSS_S)  # on the board it may be seen for a while yet
         self.assembly.abandon(peer, reason)
         for stage in () if moving else stages:
             self.say("lost", f"{peer[-8:]} (stage {stage}) was lost: {reason}", peer=peer, stage=stage)
@@ -246,6 +263,12 @@ class Live:
     def say(
         self, kind: str, text: str, *, peer: str = "", stage: int = -1, wanted_peers: int = 0, wanted_bytes: int = 0
     ) -> None:
+        """To whoever listens. What waits is told once per peer and minute, whatever a host says how often."""
+        if kind == "waiting" and peer:
+            left_out = self.quiet.may_tell(peer, self.session.clock())
+            if left_out is None:
+                return
+            text += f" ({left_out} more such lines were left out)" if left_out else ""
         self.sink(
             RunEvent(
                 kind=kind,

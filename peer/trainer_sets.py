@@ -192,9 +192,10 @@ class SetKeeper:
         live.now.newest = manifest
         live.now.links.trim(manifest.tick)
         live.outbox_share.clear()  # what was reported before counts no more
-        for p in live.now.plan.placement:
+        hosts = [(p.peer, p.stage) for p in live.now.plan.placement]
+        for peer, stage in (*hosts, *((peer, -1) for peer in self._buddies.idle(dict(hosts)))):
             try:
-                await live.assembly.host(p.peer).send(Trim(run=live.run, stage=p.stage, tick=manifest.tick))
+                await live.assembly.host(peer).send(Trim(run=live.run, stage=stage, tick=manifest.tick))
             except HostLost as lost:
                 live.lose(lost.peer, lost.reason)
         live.say("saved", f"complete set at step {manifest.step}")

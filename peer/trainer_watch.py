@@ -1,6 +1,6 @@
 """What the stages report between ticks: bytes per link, waits, frames that came again with other bytes.
 
-A wait over 5 s is told once per peer and minute; that the run is exact to rounding only, once.
+That the run is exact to rounding only is told once.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from fusion_p2p.frame import TRAINER
 from peer.events import LinkBytes, RunEvent, Sink
 from peer.protocol import StageStatus
 
-LONG_WAIT_S = 5.0
-QUIET_S = 60.0
+LONG_WAIT_S = 5.0  # a wait beyond it is told
 
 
 class Watch:
@@ -25,7 +24,6 @@ class Watch:
         self._waiting: dict[int, str] = {}
         self._held_up_s: dict[int, float] = {}
         self._heard: dict[int, asyncio.Event] = {}
-        self._told: dict[int, float] = {}
         self._before: dict[str, int] = {}  # of streams that are over: new cuts count anew
         self._differing: dict[int, tuple[int, int]] = {}  # stage or TRAINER -> which of its incarnations, frames
         self._begun = self._differed = 0  # the latter: of incarnations that are over
@@ -47,13 +45,8 @@ class Watch:
         self._differs(stage, status.incarnation, status.differing)
         waiting = {k: w for k, w in self._waiting.items() if w}
         self._sink(LinkBytes(self.bytes_sent, waiting, dict(self._held_up_s), self.differing))
-        now = self._clock()
         if self.differing and not before:
             self._exact_to_rounding("the trainer" if own_differing else f"stage {stage}", stage)
-        if status.waited_s > LONG_WAIT_S and abs(now - self._told.get(stage, float("-inf"))) > QUIET_S:  # may go back
-            self._told[stage] = now
-            text = f"stage {stage} has waited {status.waited_s:.0f} s for {status.waiting_for}"
-            self._sink(RunEvent(kind="waiting", text=text, time_s=now, stage=stage))
 
     def apart(self, stage: int) -> None:
         """A frame into `stage` goes by what the sender had of an earlier host of it, which computed otherwise."""

@@ -210,6 +210,11 @@ class Volunteer:
         """Pass on what concerns a stage of this session's run; anything else is not its business."""
         key = (message.run, message.stage)
         stage = self.stages.get(key)
+        if isinstance(message, Trim) and message.run == session.spec.run and self.leases.leads(session.cert):
+            if self._buddy is not None and self._buddy.keeps_for(message.run):
+                self._buddy.complete(message.run, message.tick)
+            if message.stage < 0:
+                return
         if message.run != session.spec.run or stage is None or not self.leases.leads(session.cert):
             log.warning("trainer of run %s speaks of stage %d, which is not here", session.spec.run, message.stage)
             return

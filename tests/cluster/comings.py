@@ -22,13 +22,16 @@ from peer.lab.local_swarm import READY_TIMEOUT_S, Volunteer
 
 STAY = 2  # volunteers that never leave; the swarm's addresses
 GOES_S = 15.0  # for a volunteer that says goodbye
+GREETED_S = 60.0  # for a volunteer that came to be known to the trainer
+POOL_THREADS = 6  # of a process's own pool, made as they are first needed
+WARM_UP_SETS = 3  # before two are kept everywhere
 PROMPT_S = 1.0  # between looks at what is left
 
 
 @dataclass(frozen=True)
 class Held:
-    """What the trainer and the volunteers that stay hold: themselves and their children. `files`: below their folders;
-    `descriptors`: open files, pipes and sockets."""
+    """What the trainer and the volunteers that stay hold, their children included. `descriptors`: open files, pipes and
+    sockets; `files`: in the run's folder and those of all volunteers that are there."""
 
     processes: int
     descriptors: int
@@ -52,9 +55,9 @@ class Visits:
 
     def grown(self) -> dict[str, tuple[int, int]]:
         """What is held more of than before: name -> (before, after). Memory apart, which no count of things tells."""
-        names = ("processes", "descriptors", "threads", "files")
-        found = {name: (getattr(self.before, name), getattr(self.after, name)) for name in names}
-        return {name: pair for name, pair in found.items() if pair[1] > pair[0]}
+        spare = {"processes": 0, "descriptors": 0, "files": 0, "threads": POOL_THREADS * self.before.processes}
+        found = {name: (getattr(self.before, name), getattr(self.after, name)) for name in spare}
+        return {name: pair for name, pair in found.items() if pair[1] > pair[0] + spare[name]}
 
 
 def visits(
@@ -74,32 +77,30 @@ def visits(
     compared once all is quiet again, or after `settle_s`."""
     stay, visitors = swarm.volunteers[:STAY], deque(swarm.volunteers[STAY:])
     gone: list[_Gone] = []
-    run.train(steps)
-    step_s_before = _step_s(run, steps)
-    run.save()
-    before = _held(stay, run_dir)
+    step_s_before = _quiet_steps(run, steps)
+    before = _held(stay, swarm, run_dir)
     begin, hosts, moves = time.monotonic(), _hosts(run), 0
+    coming = swarm.launch(stay)
     for k in range(number):
-        newcomer, descriptor = swarm.launch(stay)
-        run.train(1)
+        newcomer, descriptor = coming
         newcomer.wait_ready(descriptor, time.monotonic() + READY_TIMEOUT_S)
         visitors.append(newcomer)
+        if k + 1 < number:
+            coming = swarm.launch(stay)  # the next one starts while this one is greeted
+        _until_greeted(run, newcomer)
         leaver = _Gone(visitors.popleft())
         gone.append(leaver)
         leaver.leave(killed(k))
         while time.monotonic() < begin + (k + 1) * every_s or leaver.volunteer.is_alive:
             run.train(1)
             leaver.end_if_late()
-        run.train(2)
         moves += sum(a != b for a, b in zip(hosts, _hosts(run), strict=True))
         hosts = _hosts(run)
         told(f"{k + 1} of {number} came and went; {moves} stages moved")
-    run.train(steps)
-    step_s_after = _step_s(run, steps)
-    run.save()
+    step_s_after = _quiet_steps(run, steps)
     until = time.monotonic() + settle_s
     while True:
-        after, behind = _held(stay, run_dir), tuple(_behind(gone, swarm.addresses))
+        after, behind = _held(stay, swarm, run_dir), tuple(_behind(gone, swarm.addresses))
         found = Visits(number, before, after, step_s_before, step_s_after, moves, behind)
         if (not behind and not found.grown()) or time.monotonic() >= until:
             return found
@@ -152,12 +153,12 @@ def _board(addresses: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _held(stay: Sequence[Volunteer], run_dir: Path) -> Held:
-    """Between steps, with this process's own p2pd; volunteers that come and go are children of this process too."""
+def _held(stay: Sequence[Volunteer], swarm: LocalSwarm, run_dir: Path) -> Held:
+    """With this process's own p2pd; volunteers that come and go are children of this process too."""
     ours = [p for p in psutil.Process().children() if any("p2pd" in word for word in _command(p)[:1])]
     processes = [psutil.Process(), *ours, *_family([v.pid for v in stay])]
     figures = [(p.num_fds(), p.num_threads(), p.memory_info().rss) for p in processes]
-    folders = [run_dir, *(v.home for v in stay)]
+    folders = [run_dir, *(v.home for v in swarm.alive)]
     files = sum(path.is_file() for folder in folders for path in folder.rglob("*"))
     descriptors, threads, rss = (sum(column) for column in zip(*figures, strict=True))
     return Held(len(processes), descriptors, threads, files, rss)
@@ -183,8 +184,24 @@ def _runs(process: psutil.Process) -> bool:
     return False
 
 
-def _step_s(run: Run, steps: int) -> float:
-    return statistics.median(step.step_time_s for step in run.steps(steps))
+def _quiet_steps(run: Run, steps: int) -> float:
+    """Complete sets until all old ones are gone; median seconds of `steps` steps."""
+    run.train(1)
+    found = statistics.median(step.step_time_s for step in run.steps(steps))
+    for _ in range(WARM_UP_SETS):
+        run.save()
+        run.train(1)
+    return found
+
+
+def _until_greeted(run: Run, newcomer: Volunteer) -> None:
+    """Train on until the trainer knows it: only then may it take what another leaves."""
+    until = time.monotonic() + GREETED_S
+    assembly = run._opened().session.trainer._live.assembly
+    while newcomer.ready.peer not in assembly.linked:
+        run.train(1)
+        if time.monotonic() > until:
+            raise AssertionError(f"volunteer {newcomer.ready.peer} is not known to the trainer in {GREETED_S:.0f} s")
 
 
 def _hosts(run: Run) -> list[str]:

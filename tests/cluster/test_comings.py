@@ -21,4 +21,4 @@ def test_six_come_and_six_go_and_nothing_is_left(tmp_path: Path, monkeypatch: py
         found = visits(swarm, run, folder, 6, steps=3, told=print)
     print(found)
     assert not found.behind and not found.grown()
-    assert found.moves >= 6
+    assert found.moves >= 6, "who left hosted nothing"

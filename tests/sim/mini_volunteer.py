@@ -204,6 +204,8 @@ class MiniVolunteer:
                 case Pass():
                     self.hosted[message.stage].stage.pass_frame(message.frame)
                     self.hosted[message.stage].news.set()
+                case Trim(stage=-1):
+                    pass
                 case Trim():
                     self.hosted[message.stage].links.trim(message.tick)
                 case Drop():

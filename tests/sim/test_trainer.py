@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from fusion_p2p.plan import LinkCodec, NumericLogEntry, Numerics
 from fusion_p2p.settings import OptimizerSpec
 from fusion_p2p.snapshot import digest, from_bytes, initial_state, to_bytes, weights, weights_blake2b
 from fusion_p2p.workload import atoms
+from peer import trainer_assembly
 from peer.blobs import serve_blobs
 from peer.channel_io import ChannelSettings
 from peer.events import Happening, RunEvent, StepResult
@@ -29,7 +31,7 @@ from peer.signing import make_run_spec, new_session_key
 from peer.trainer import Trainer
 from peer.trainer_adopt import Replay
 from peer.trainer_host import RunPaused
-from peer.trainer_live import TrainerOptions
+from peer.trainer_live import Live, TrainerOptions
 from peer.trainer_session import CERT_S, Session
 from peer.trainer_state import RunFolder
 from peer.trainer_swarm import Swarm
@@ -267,6 +269,57 @@ def test_a_trial_step_slower_than_promised_moves_work_before_the_start(captured:
             want = expected(captured, plan.numerics.cuts, 3)
             assert await lab.train(trainer, 0, 3) == want[0] and await lab.hash(trainer, 3) == want[1]
         assert [entry.numerics for _, entry in lab.folder.numeric_log()] == [plan.numerics]
+
+    asyncio.run(main())
+
+
+@MINUTE
+def test_who_was_lost_before_it_accepted_again_keeps_its_stage(
+    captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stream breaks after it accepted; then trial steps change the plan and it is asked anew."""
+
+    async def main() -> None:
+        lab, loop = Lab(captured, tmp_path), asyncio.get_running_loop()
+        slow, fast = await lab.add("volunteer0"), await lab.add("volunteer1")
+        slow.trial_s, fast.trial_s = 1.0, 0.01
+        heard, honest, before = threading.Event(), trainer_assembly.revise, Live.lose
+
+        def lose(live: Live, peer: str, reason: str, *, moving: bool = False) -> None:
+            before(live, peer, reason, moving=moving)
+            heard.set()
+
+        def revise(*arguments: Any) -> Any:  # on a thread
+            loop.call_soon_threadsafe(lambda: slow.messages and slow.messages.close())
+            assert heard.wait(10.0)
+            return honest(*arguments)
+
+        monkeypatch.setattr(Live, "lose", lose)
+        monkeypatch.setattr(trainer_assembly, "revise", revise)
+        async with lab.trainer(2) as trainer:
+            assert len(slow.offered) == 2 and not trainer._live.lost
+            losses = await lab.train(trainer, 0, 3)
+            assert losses == expected(captured, trainer.plan.numerics.cuts, 3)[0]
+            assert trainer.plan.number == 2 and "lost" not in lab.kinds()
+
+    asyncio.run(main())
+
+
+@MINUTE
+def test_a_host_that_repeats_its_complaint_is_told_once(captured: Captured, tmp_path: Path) -> None:
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        await lab.fill(2)
+        async with lab.trainer(2) as trainer:
+            talkative, p = lab.host(trainer, 1), trainer.plan.host(1)
+            assert talkative.messages is not None
+            said = StageFault(
+                run=lab.folder.spec()[1].run, stage=1, incarnation=p.incarnation, code="stale", reason="so it says"
+            )
+            for _ in range(1000):
+                await talkative._say(talkative.messages, said)
+            await lab.train(trainer, 0, 3)
+        assert lab.kinds().count("waiting") == 1 and "lost" not in lab.kinds()
 
     asyncio.run(main())
 

@@ -60,6 +60,30 @@ def test_the_newest_sets_are_kept_for_the_named(tmp_path: Path, monkeypatch: pyt
     run(main())
 
 
+def test_what_another_keeps_by_now_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stage that it is asked for no more: two sets later it has nothing, and so has one that is only told."""
+
+    async def main() -> None:
+        scene = Scene(tmp_path, monkeypatch)
+        await scene.start()
+        await scene.keep(0, 10, b"a")
+        await scene.keep(0, 20, b"b")
+        await scene.keep(1, 20, b"c")
+        assert len(scene.ours.hashes()) == 3
+        await scene.keep(1, 30, b"d")
+        assert len(scene.ours.hashes()) == 3 and not scene.ours.has(scene.theirs.put(b"a")[0])
+        scene.buddy.complete("another", 40)
+        scene.buddy.complete("r", 40)
+        assert scene.ours.hashes() == {scene.theirs.put(b"d")[0]}
+        await scene.keep(0, 20, b"b")  # the run went back to an older set
+        assert scene.ours.hashes() == {scene.theirs.put(b"b")[0]}
+        scene.buddy.complete("r", 50)
+        scene.buddy.complete("r", 60)
+        assert not scene.ours.hashes() and not scene.buddy.keeps_for("r")
+
+    run(main())
+
+
 def test_all_that_is_kept_stays_within_a_share_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         scene = Scene(tmp_path, monkeypatch, disk_bytes=40_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from types import SimpleNamespace
 from typing import cast
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics, Plan, StagePlacement
 from fusion_p2p.workload import Atom
+from peer.accusations import DOUBT_S, Accusations, Judgement
 from peer.channel_io import ChannelSettings
 from peer.lab.chaos import KINDS, parse, schedule
 from peer.protocol import StageFault
+from peer.quiet import MOST_KEYS, Quiet
 from peer.trainer_buddies import buddies
 from peer.trainer_complaints import Complaints
 from peer.trainer_live import Live
@@ -88,8 +91,10 @@ class _Judge:
         self.now = SimpleNamespace(plan=plan_of("a", "b", "c"))
         self.options = SimpleNamespace(channels=ChannelSettings(beat_s=0.01, dead_s=0.04))
         self.lost: list[str] = []
+        self.judgements: list[Judgement] = []
 
-    def exclude(self, peer: str) -> None: ...
+    def judged(self, found: Judgement) -> None:
+        self.judgements.append(found)
 
     def lose(self, peer: str, reason: str) -> None:
         self.lost.append(peer)
@@ -103,7 +108,7 @@ def complaint(code: str, stage: int, peer: str) -> StageFault:
 
 async def _hear(*heard: tuple[str, StageFault]) -> list[str]:
     judge, tasks = _Judge(), list[asyncio.Task[None]]()
-    complaints = Complaints(cast(Live, judge), lambda work: tasks.append(asyncio.ensure_future(work)))
+    complaints = Complaints(cast(Live, judge), lambda work: tasks.append(asyncio.ensure_future(work)), Accusations())
     for reporter, fault in heard:
         complaints.hear(reporter, fault)
     await asyncio.gather(*tasks)
@@ -126,6 +131,45 @@ def test_who_accuses_a_second_peer_of_its_frames_is_replaced() -> None:
 @pytest.mark.parametrize("code", ["peer-lost", "peer-frame"])
 def test_what_is_said_of_peers_that_host_nothing_is_not_kept(code: str) -> None:
     judge = _Judge()
-    complaints = Complaints(cast(Live, judge), lambda work: pytest.fail("a task for nobody"))
+    complaints = Complaints(cast(Live, judge), lambda work: pytest.fail("a task for nobody"), Accusations())
     complaints.hear("b", complaint(code, 1, "made up"))
     assert not judge.lost
+
+
+def test_one_word_costs_a_rest_two_hosts_words_the_trust() -> None:
+    heard = Accusations()
+    assert [heard.hear("b", "a") for _ in range(3)] == [Judgement("a", DOUBT_S * 2**k) for k in range(3)]
+    assert heard.hear("c", "a") == Judgement("a", math.inf) and heard.hear("b", "a").for_good
+
+
+def test_a_lone_accuser_of_two_is_the_cause_and_clears_them() -> None:
+    heard = Accusations()
+    heard.hear("liar", "a")
+    assert heard.hear("liar", "c") == Judgement("liar", math.inf, ("a", "c"))
+    assert heard.hear("b", "a") == Judgement("a", DOUBT_S), "what the liar said counts no more"
+
+
+def test_who_accuses_two_that_others_accuse_too_is_believed() -> None:
+    heard = Accusations()
+    for by, of in (("x", "a"), ("b", "a"), ("y", "c")):
+        heard.hear(by, of)
+    assert heard.hear("b", "c") == Judgement("c", math.inf)
+    assert heard.hear("b", "d") == Judgement("d", DOUBT_S)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from("abcd")).filter(lambda p: p[0] != p[1])))
+def test_one_liar_never_costs_another_its_trust_for_good(lies: list[tuple[str, str]]) -> None:
+    """However it mixes what it says, as long as the others are silent."""
+    heard = Accusations()
+    for _, of in lies:
+        found = heard.hear("liar", of)
+        assert found.out == "liar" or not found.for_good
+
+
+def test_who_repeats_itself_is_told_once_and_counted() -> None:
+    quiet = Quiet(60.0)
+    assert [quiet.may_tell("a", now) for now in (0.0, 1.0, 59.0, 60.5)] == [0, None, None, 2]
+    assert quiet.may_tell("b", 1.0) == 0 and quiet.may_tell("a", -100.0) == 0  # the clock was set back
+    for k in range(10 * MOST_KEYS):
+        quiet.may_tell(k, 1.0)
+    assert len(quiet._told) == MOST_KEYS

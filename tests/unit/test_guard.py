@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fusion_p2p.guard import FACTOR, WARM_UP, Guard
+from fusion_p2p.guard import BESIDE, FACTOR, WARM_UP, Guard
 from fusion_p2p.suspicion import FrameId, Watched
 
 
@@ -48,3 +48,14 @@ def test_a_watched_frame_is_named_whatever_it_is_and_measured_as_before() -> Non
     for size, wild in ((1.0, False), (50.0, True)):
         found = Guard([Watched(frame(3), 10.0)]).look(frame(3), b"", torch.full((4,), size))
         assert found is not None and found.wild is wild
+
+
+def test_what_is_rounding_beside_the_rest_may_do_what_it_likes() -> None:
+    """Norms a millionth of those that the same stage sends beside them, now a thousand times larger."""
+    guard = Guard()
+    warm(guard)
+    for tick in range(WARM_UP):
+        assert guard.look(frame(tick, value=6), b"", torch.full((4,), 1e-6)) is None
+    assert guard.look(frame(WARM_UP, value=6), b"", torch.full((4,), 1e-3)) is None
+    found = guard.look(frame(WARM_UP, value=6), b"", torch.full((4,), 1.0))
+    assert found is not None and found.bound == pytest.approx(FACTOR * BESIDE * 2)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from fusion_p2p.suspicion import FrameId, Suspicion
+from peer.accusations import Accusations, Judgement
 from peer.protocol import Suspect
 from peer.trainer_guard import OWN_TICKS, Guardian
 
@@ -20,7 +21,7 @@ class FakeLive:
         self.run, self.step, self.moves = "0" * 32, 0, 0
         self.again: set[int] = set()
         self.may_stay: set[str] = set()
-        self.excluded: list[str] = []
+        self.judgements: list[Judgement] = []
         self.gone: list[str] = []
         self.passed: list[FrameId] = []
         self.whole = asyncio.Event()
@@ -36,8 +37,8 @@ class FakeLive:
         self.moves += moving
         self.gone += [] if moving else [peer]
 
-    def exclude(self, peer: str) -> None:
-        self.excluded.append(peer)
+    def judged(self, found: Judgement) -> None:
+        self.judgements.append(found)
 
     def say(self, *words: object, **more: object) -> None:
         pass
@@ -56,7 +57,7 @@ def lying(live: FakeLive, said: list[tuple[int, list[Suspect | None]]]) -> int:
     tasks: list[asyncio.Task[None]] = []
 
     async def main() -> None:
-        guardian = Guardian(cast(Any, live), lambda c: tasks.append(asyncio.ensure_future(c)), judge_s=0.0)
+        guardian = Guardian(cast(Any, live), lambda c: tasks.append(asyncio.ensure_future(c)), Accusations(), 0.0)
         for step, messages in said:
             live.step = step
             for message in messages:
@@ -75,7 +76,7 @@ def test_who_names_frames_in_vain_moves_nobody_for_ever_longer() -> None:
     steps = 2000
     lying(live, [(k, [suspect(live, k << 20, b"x", 9.0), None, None]) for k in range(steps)])
     assert 2 <= live.moves <= 1 + (steps // OWN_TICKS).bit_length()
-    assert len(set(live.passed)) == steps and not live.excluded
+    assert len(set(live.passed)) == steps and not live.judgements
 
 
 def test_who_has_a_second_peer_found_out_is_the_cause() -> None:
@@ -83,7 +84,7 @@ def test_who_has_a_second_peer_found_out_is_the_cause() -> None:
 
     async def main() -> None:
         tasks: list[asyncio.Task[None]] = []
-        guardian = Guardian(cast(Any, live), lambda c: tasks.append(asyncio.ensure_future(c)), judge_s=60.0)
+        guardian = Guardian(cast(Any, live), lambda c: tasks.append(asyncio.ensure_future(c)), Accusations(), 60.0)
         for tick in (100, 200, 300):
             for digest, norm in ((b"x", 9.0), (b"y", 0.1)):
                 guardian.hear(LIAR, suspect(live, tick, digest, norm))
@@ -96,7 +97,8 @@ def test_who_has_a_second_peer_found_out_is_the_cause() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(main())
-    assert live.excluded == ["honest0", LIAR] and live.gone == [LIAR]
+    assert [j.out for j in live.judgements] == ["honest0", LIAR] and live.gone == [LIAR]
+    assert live.judgements[1].cleared == ("honest0", "honest1") and not live.judgements[0].for_good
 
 
 def test_a_flood_of_names_takes_one_task_a_stage() -> None:

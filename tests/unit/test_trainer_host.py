@@ -94,6 +94,7 @@ def test_a_greeting_and_an_offer_share_one_stream() -> None:
             DAG,
             spawn=lambda work: tasks.add(asyncio.ensure_future(work)),
             on_lost=lambda *_: None,
+            on_offer=lambda peers: None,
             on_fault=lambda *_: None,
             on_status=lambda *_: None,
             channels=CHANNELS,

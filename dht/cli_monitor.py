@@ -10,6 +10,8 @@ import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from dht.command_line import Parser, between
+
 EXIT_CODES = """\
 exit codes:
   0  done
@@ -22,7 +24,7 @@ exit codes:
 
 def parser() -> argparse.ArgumentParser:
     """The command line, for main and for tests."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="fusion-monitor",
         description="Shows a fusion-p2p swarm from its bulletin board (DHT) alone.",
         epilog=EXIT_CODES,
@@ -36,21 +38,36 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    status.add_argument(
-        "--swarm",
-        metavar="ADDR[,ADDR]",
-        help="addresses of the swarm (default: $FUSION_SWARM, then the swarm joined last)",
-    )
+    _add_swarm(status)
     status.add_argument("--run", metavar="ID", help="only this run, by id, prefix of the id, or name (default: all)")
     status.add_argument(
         "--json", action="store_true", help="print JSON, schema 1, see dht/README.md (default: a table)"
     )
     status.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=20.0, help="give up after this long (default: 20 s)"
+        "--timeout", metavar="SECONDS", type=_timeout, default=20.0, help="give up after this long (default: 20 s)"
     )
     _add_top(commands)
     _add_web(commands)
     return top
+
+
+_timeout = between(float, 0.1, 3600, " s")
+_every = between(float, 1, 3600, " s")
+_port = between(int, 0, 65535)
+_days = between(float, 0.001, 3650, " days")
+_megabytes = between(int, 1, 1 << 20, " MB")
+
+
+def _add_swarm(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--swarm",
+        metavar="ADDR[,ADDR]",
+        help="addresses of the swarm (default: $FUSION_SWARM, then the swarm joined last)",
+    )
+
+
+def _add_every(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--every", metavar="SECONDS", type=_every, default=5.0, help="look this often (default: 5 s)")
 
 
 def _add_top(commands: Any) -> None:
@@ -59,8 +76,8 @@ def _add_top(commands: Any) -> None:
         help="watch runs, fences, peers and events in the terminal",
         description="Shows the swarm live; in plain lines where the output is not a terminal. Ctrl-C ends.",
     )
-    top.add_argument("--swarm", metavar="ADDR[,ADDR]", help="as of status")
-    top.add_argument("--every", metavar="SECONDS", type=float, default=5.0, help="look this often (default: 5 s)")
+    _add_swarm(top)
+    _add_every(top)
 
 
 def _add_web(commands: Any) -> None:
@@ -69,15 +86,17 @@ def _add_web(commands: Any) -> None:
         help="serve the swarm as a web page, a JSON API and Prometheus metrics",
         description="Serves the page at /, its API (/api/openapi.json) and /metrics. Needs fusion-p2p[web].",
     )
-    web.add_argument("--swarm", metavar="ADDR[,ADDR]", help="as of status")
-    web.add_argument("--every", metavar="SECONDS", type=float, default=5.0, help="look this often (default: 5 s)")
+    _add_swarm(web)
+    _add_every(web)
     web.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
-    web.add_argument("--port", type=int, default=8317, help="port to listen on, 0 for a free one (default: 8317)")
+    web.add_argument("--port", type=_port, default=8317, help="port to listen on, 0 for a free one (default: 8317)")
     web.add_argument(
         "--history", metavar="FILE", help="keep history here, or 'none' (default: a file in $FUSION_HOME per swarm)"
     )
-    web.add_argument("--history-days", metavar="DAYS", type=float, default=7.0, help="forget after (default: 7 days)")
-    web.add_argument("--history-mb", metavar="MB", type=int, default=256, help="most that it takes (default: 256 MB)")
+    web.add_argument("--history-days", metavar="DAYS", type=_days, default=7.0, help="forget after (default: 7 days)")
+    web.add_argument(
+        "--history-mb", metavar="MB", type=_megabytes, default=256, help="most that it takes (default: 256 MB)"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,30 +119,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _status(options: argparse.Namespace) -> int:
     import asyncio
 
-    from dht.errors import InputError
     from dht.home import resolve_swarm
     from dht.monitor import as_json, as_text, take_snapshot
 
-    if not 0 < options.timeout <= 3600:
-        raise InputError(f"--timeout {options.timeout:g} is not between 0 and 3600 seconds")
     snapshot = asyncio.run(take_snapshot(resolve_swarm(options.swarm), run=options.run, timeout_s=options.timeout))
     print(as_json(snapshot) if options.json else as_text(snapshot), flush=True)
     return 4 if options.run and not any(v.run.state in ("training", "done") for v in snapshot.runs) else 0
-
-
-def _every(options: argparse.Namespace) -> float:
-    from dht.errors import InputError
-
-    if not 1 <= options.every <= 3600:
-        raise InputError(f"--every {options.every:g} is not between 1 and 3600 seconds")
-    return float(options.every)
 
 
 def _top(options: argparse.Namespace) -> int:
     from dht.home import resolve_swarm
     from dht.top import watch
 
-    return _until_stopped(watch(resolve_swarm(options.swarm), every_s=_every(options)))
+    return _until_stopped(watch(resolve_swarm(options.swarm), every_s=options.every))
 
 
 def _until_stopped(work: Coroutine[Any, Any, int]) -> int:
@@ -143,14 +151,9 @@ def _web(options: argparse.Namespace) -> int:
         from dht.web.run import serve_swarm
     except ModuleNotFoundError as error:
         raise InputError(f"{error.name} is not installed; run: pip install 'fusion-p2p[web]'") from error
-    every_s = _every(options)
-    if not 0 <= options.port <= 65535:
-        raise InputError(f"--port {options.port} is not between 0 and 65535")
-    if not (0 < options.history_days <= 3650 and 1 <= options.history_mb <= 1 << 20):
-        raise InputError("--history-days must be between 0 and 3650, --history-mb between 1 and 1048576")
     return _until_stopped(
         serve_swarm(
-            resolve_swarm(options.swarm), every_s=every_s, host=options.host, port=options.port,
+            resolve_swarm(options.swarm), every_s=options.every, host=options.host, port=options.port,
             history=options.history, max_age_s=options.history_days * 86400.0, max_bytes=options.history_mb << 20,
         )
     )  # fmt: skip

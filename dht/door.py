@@ -38,7 +38,7 @@ def parse_swarm_key(text: str) -> bytes:
                 raise InputError(f"{path} may be read by others; run: chmod 600 {path}")
             found = path.read_text("ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"the swarm key {path} cannot be read: {error}") from error
+            raise InputError(f"the swarm key {path} cannot be read: {error}; give a file of 64 hex digits") from error
     try:
         key = bytes.fromhex(found)
     except ValueError:

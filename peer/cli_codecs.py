@@ -6,11 +6,14 @@ import math
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 
 from fusion_p2p.adatopk import allowed_loss, ladder_of, pareto
 from fusion_p2p.capture import capture
+from fusion_p2p.planner.ladder import Ladder
 from fusion_p2p.probe import Measured, probe
 from peer.config import load
 from peer.data import slice_rows
@@ -44,11 +47,30 @@ def measure(config_path: Path, steps: int = 8) -> tuple[Measured, ...]:
             torch.set_num_threads(threads)
 
 
+def _ladder(measured: tuple[Measured, ...], compression: str) -> tuple[str, Ladder]:
+    """The rule of `compression`, AdaTopK's own where that names another, and what it may choose from."""
+    rule = compression if allowed_loss(compression) is not None else "adatopk"
+    return rule, ladder_of(rule, pareto([m.rung for m in measured]))
+
+
+def rows(measured: tuple[Measured, ...], compression: str = "adatopk") -> list[dict[str, Any]]:
+    """For scripts: `Measured`'s fields, whether AdaTopK chooses from it, and below which rate it pays (None: any)."""
+    rungs = {r.codec for r in _ladder(measured, compression)[1].rungs}
+    return [
+        msgspec.to_builtins(m)
+        | {
+            "ratio": m.ratio,
+            "on_ladder": m.codec in rungs,
+            "pays_below_bytes_per_s": m.break_even_bytes_per_s if math.isfinite(m.break_even_bytes_per_s) else None,
+        }
+        for m in measured
+    ]
+
+
 def table(measured: tuple[Measured, ...], compression: str = "adatopk") -> list[str]:
     """Lines for people: one codec each; a star marks the rungs that AdaTopK chooses from under `compression`, a plus
     those that cost more of the loss than that allows."""
-    rule = compression if allowed_loss(compression) is not None else "adatopk"
-    chosen = ladder_of(rule, pareto([m.rung for m in measured]))
+    rule, chosen = _ladder(measured, compression)
     marks = {r.codec: "*" for r in chosen.rungs} | {r.codec: "+" for r in chosen.dearer}
     head = ("true bytes", "ratio", "enc+dec", "error", "loss", "pays below")
     lines = ["  {:18} {:>12} {:>7} {:>10} {:>8} {:>8} {:>12}".format("codec", *head)]
@@ -70,8 +92,3 @@ def table(measured: tuple[Measured, ...], compression: str = "adatopk") -> list[
             f'stays slow; compression = "adatopk:{math.ceil(cost)}" allows {chosen.dearer[0].codec}'
         )
     return lines
-
-
-def print_codecs(config_path: Path, steps: int = 8) -> None:
-    """Prints the ladder; the command line's `codecs`."""
-    print("\n".join(table(measure(config_path, steps), load(config_path).numerics.compression)))

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return cli_doctor.run(options)
         if options.command == "purge":
-            return _purge()
+            return _purge(options)
         if options.command == "bench":
             return _bench(options)
         return _ask(options)
@@ -73,22 +73,24 @@ async def _run_daemon(options: argparse.Namespace, join: JoinOptions) -> None:
     import asyncio
     import signal
 
+    import msgspec
+
     from peer.daemon import Daemon
+    from peer.preflight import lines
+
+    def say(event: object, text: str) -> None:
+        print(msgspec.json.encode(event).decode() if options.json else text, flush=True)
 
     def on_ready(ready: Ready) -> None:
         _tell_parent(options.ready_fd, ready)
-        if not options.json:
-            print(_ready_text(ready, join), flush=True)
+        say(ready, _ready_text(ready, join))
 
     def on_findings(findings: list[Finding]) -> None:
-        if not options.json and not options.no_preflight:
-            from peer.preflight import lines
-
-            print("\n".join(lines(findings)), flush=True)
+        if not options.no_preflight:
+            say({"event": "preflight", "findings": findings}, "\n".join(lines(findings)))
 
     def on_asked(spec: RunSpec) -> None:
-        if not options.json:
-            print(_asked_text(spec), flush=True)
+        say({"event": "asked", "run": spec.run, "name": spec.name, "owner": spec.owner.hex()}, _asked_text(spec))
 
     def on_waiting(text: str) -> None:
         print(f"fusion-peer: {text}", file=sys.stderr, flush=True)
@@ -204,7 +206,8 @@ def _status_text(status: PeerStatus) -> str:
     return "\n".join(lines)
 
 
-def _purge() -> int:
+def _purge(options: argparse.Namespace) -> int:
+    import json
     import shutil
 
     from dht.home import home
@@ -222,7 +225,10 @@ def _purge() -> int:
     for path in (folder / "blobs", folder / "runs"):
         freed += sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else 0
         shutil.rmtree(path, ignore_errors=True)
-    print(f"removed {freed / 2**20:.1f} MiB held for others; {folder / 'identity'} is kept")
+    if options.json:
+        print(json.dumps({"removed_bytes": freed, "home": str(folder)}))
+    else:
+        print(f"removed {freed / 2**20:.1f} MiB held for others; {folder / 'identity'} is kept")
     return 0
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING
+
+from dht.command_line import Parser, between
 
 if TYPE_CHECKING:
     from peer.daemon import JoinOptions
@@ -29,19 +31,12 @@ the runs pass through this machine, code does not.
 LEAST_MEMORY_BYTES = 512 << 20  # what an executor holds before any stage, and a little
 
 
-class _Parser(argparse.ArgumentParser):
-    """Bad input is one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
-
-
 _KEY_HELP = "key of a private swarm: 64 hex digits or a file of them (default: $FUSION_SWARM_KEY, else public)"
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line, for `main` and for tests."""
-    top = _Parser(
+    top = Parser(
         prog="fusion-peer",
         description="Offers this machine's device to a swarm that trains neural networks.",
         epilog=EXIT_CODES,
@@ -82,21 +77,21 @@ def parser() -> argparse.ArgumentParser:
     bench = commands.add_parser(
         "bench", help="measure this machine's device", description="Measures what `join` would tell the swarm."
     )
-    bench.add_argument("--device", default="auto", help="auto, cpu, cuda:0, cuda:all (default: auto)")
+    bench.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda:0, cuda:all (default: auto)")
     bench.add_argument("--threads", type=_threads, metavar="N", help="CPU threads (default: all cores)")
     bench.add_argument("--json", action="store_true", help="print JSON (default: lines)")
     return top
 
 
-def _add_common(sub: argparse.ArgumentParser) -> None:
+def _add_common(sub: argparse.ArgumentParser, json: str = "print JSON (default: lines)") -> None:
     sub.add_argument(
         "--home", type=Path, metavar="DIR", help="state folder (default: $FUSION_HOME, then ~/.local/share)"
     )
-    sub.add_argument("--json", action="store_true", help="print JSON (default: lines)")
+    sub.add_argument("--json", action="store_true", help=json)
 
 
 def _add_join(sub: argparse.ArgumentParser) -> None:
-    _add_common(sub)
+    _add_common(sub, "print JSON lines, each with its event: preflight, joined, devices, asked (default: text)")
     add = sub.add_argument
     add("addresses", nargs="*", metavar="ADDR", help="peers of the swarm, /ip4/…/tcp/…/p2p/… (default: a new swarm)")
     add(
@@ -148,7 +143,12 @@ def _add_join(sub: argparse.ArgumentParser) -> None:
     )
     add("--no-preflight", action="store_true", help="say nothing about ports and reachability (default: say it)")
     add("--name", default="", help="a name for this peer in its own status (default: the host's)")
-    add("--ready-fd", type=int, metavar="N", help="write JSON lines to this descriptor when joined (default: none)")
+    add(
+        "--ready-fd",
+        type=_descriptor,
+        metavar="N",
+        help="write JSON lines to this descriptor when joined (default: none)",
+    )
     add("--beat-s", type=_seconds, default=2.0, metavar="S", help="heartbeat on streams (default: 2 s)")
     add("--dead-s", type=_seconds, default=8.0, metavar="S", help="silence after which a peer is lost (default: 8 s)")
     add(
@@ -161,27 +161,12 @@ def _add_join(sub: argparse.ArgumentParser) -> None:
     add("--verbose", action="store_true", help="log to stderr (default: warnings only)")
 
 
-Number = TypeVar("Number", int, float)
-
-
-def _between(convert: Callable[[str], Number], low: float, high: float, unit: str = "") -> Callable[[str], Number]:
-    """An option's type: a number from `low` to `high`."""
-
-    def checked(text: str) -> Number:
-        value = convert(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} must lie between {low:.10g} and {high:.10g}{unit}")
-        return value
-
-    checked.__name__ = convert.__name__  # argparse says "invalid float value"
-    return checked
-
-
-_threads = _between(int, 1, 1024)
-_minutes = _between(float, 0, 1440, " minutes")
-_seconds = _between(float, 0.05, 3600, " s")
-_rate = _between(float, 0.01, 1e6)
-_gigabytes = _between(float, 0.01, 1e6, " GB")
+_threads = between(int, 1, 1024)
+_descriptor = between(int, 0, 1 << 20)
+_minutes = between(float, 0, 1440, " minutes")
+_seconds = between(float, 0.05, 3600, " s")
+_rate = between(float, 0.01, 1e6, " Mbps")
+_gigabytes = between(float, 0.01, 1e6, " GB")
 
 
 def _place(text: str) -> str:

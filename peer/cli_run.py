@@ -10,18 +10,35 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from peer.cli_run_options import (
+    AdapterOption,
+    Baselines,
     ChaosOption,
     CheckpointOption,
+    EveryDevice,
     Json,
+    LadderOption,
+    LinksOnly,
     LocalOption,
+    MicroBatchesOption,
     MinutesOption,
+    ModelOption,
     NoCompute,
     NumericLogOption,
+    PictureOption,
+    PlannerOption,
+    PromptOption,
+    RateScale,
     ReportOption,
+    RuleOption,
     Run,
     RunDir,
     StepsOption,
+    SummaryOption,
     SwarmOption,
+    TauOption,
+    TemperatureOption,
+    TestbedOption,
+    TopKOption,
     adjusted,
     faults_of,
 )
@@ -33,7 +50,6 @@ EXIT_CODES = """Exit codes: 0 done, 1 a defect of this program or its host, 2 ba
 app = typer.Typer(
     help="Train a PyTorch model on a swarm of volunteers.",
     epilog=EXIT_CODES,
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -108,9 +124,7 @@ def fork(
 
 @app.command("list")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where run folders lie. Default: runs")] = Path(
-        "runs"
-    ),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where run folders lie.")] = Path("runs"),
     json: Json = False,
 ) -> None:
     """List the runs in a folder: phase, step, loss."""
@@ -153,15 +167,15 @@ def show(run: Run, json: Json = False) -> None:
 
 
 @app.command()
-def stop(run: Run) -> None:
+def stop(run: Run, json: Json = False) -> None:
     """End a run after the present step: checkpoint, curve and sample, as at its last step."""
-    _request(run, "stop")
+    _request(run, "stop", json)
 
 
 @app.command()
-def pause(run: Run) -> None:
+def pause(run: Run, json: Json = False) -> None:
     """Save a run after the present step and end its trainer; `fusion-run resume` continues it."""
-    _request(run, "pause")
+    _request(run, "pause", json)
 
 
 @app.command("eval")
@@ -181,11 +195,11 @@ def evaluate(run: Run, checkpoint: CheckpointOption = None, json: Json = False) 
 @app.command()
 def sample(
     run: Run,
-    prompt: Annotated[str, typer.Option(help="Text to go on from. Default: a new line.")] = "\n",
-    tokens: Annotated[int, typer.Option(min=1, max=100_000, help="Tokens to draw.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, max=10, help="0: always the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw among so many likeliest tokens; 0: all.")] = 40,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same text.")] = 0,
+    prompt: PromptOption = "\n",
+    tokens: Annotated[int, typer.Option(metavar="N", min=1, max=100_000, help="Tokens to draw.")] = 200,
+    temperature: TemperatureOption = 0.8,
+    top_k: TopKOption = 40,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="The same seed draws the same text.")] = 0,
     checkpoint: CheckpointOption = None,
 ) -> None:
     """Print text drawn from a checkpoint."""
@@ -204,7 +218,7 @@ def export(
     run: Run,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for config.json, model.safetensors, …")],
     checkpoint: CheckpointOption = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter of a peft (LoRA) model.")] = False,
+    adapter: AdapterOption = False,
 ) -> None:
     """Write a checkpoint as a folder that transformers' from_pretrained loads (an adapter merged in)."""
     from peer.run_index import find_run
@@ -217,11 +231,18 @@ def export(
 def codecs(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file; fusion-run init writes one.")],
     steps: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Steps of the probe per codec.")] = 8,
+    json: Json = False,
 ) -> None:
     """Print, for a model, what each codec sends, takes, loses, and below which link speed it pays."""
-    from peer.cli_codecs import print_codecs
+    from peer.cli_codecs import measure, rows, table
+    from peer.config import load
 
-    print_codecs(config, steps)
+    rule = load(config).numerics.compression
+    measured = measure(config, steps)
+    if json:
+        _print_json(rows(measured, rule))
+    else:
+        print("\n".join(table(measured, rule)))
 
 
 @app.command()
@@ -229,26 +250,16 @@ def plan(
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG", help="Plan this run's model; without it, --model NAME.")
     ] = None,
-    testbed: Annotated[
-        str | None, typer.Option(metavar="FILE[:NAME]", help="Devices and links of a testbed file, not of a swarm.")
-    ] = None,
+    testbed: TestbedOption = None,
     swarm: SwarmOption = None,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="A model of the --summary file.")] = None,
-    summary: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="OP-DAG summaries. Default: opdags.json beside the testbed.")
-    ] = None,
-    micro_batches: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Default: as CONFIG or the summary says.")
-    ] = None,
-    codecs: Annotated[
-        str | None, typer.Option(metavar="LADDER", help="default, dense, topk or topk:RATIO, for the links to use.")
-    ] = None,
-    tau: Annotated[
-        float, typer.Option(min=0.001, max=1, help="Share of the bottleneck that a link's transfer may take.")
-    ] = 0.25,
-    every_device: Annotated[bool, typer.Option("--every-device", help="Leave no device out.")] = False,
-    baselines: Annotated[bool, typer.Option("--baselines", help="Compare with simpler ways of planning.")] = False,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a step as SVG.")] = None,
+    model: ModelOption = None,
+    summary: SummaryOption = None,
+    micro_batches: MicroBatchesOption = None,
+    codecs: LadderOption = None,
+    tau: TauOption = 0.25,
+    every_device: EveryDevice = False,
+    baselines: Baselines = False,
+    picture: PictureOption = None,
     json: Json = False,
 ) -> None:
     """Show who would host what, why, and how long a step would take; trains nothing."""
@@ -277,22 +288,12 @@ def lab(
         str, typer.Argument(metavar="FILE[:NAME]", help="Testbed file, such as examples/testbeds/lab.json:N1.")
     ],
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file; fusion-run init writes one.")],
-    rate_scale: Annotated[float, typer.Option(min=1e-6, help="All bandwidths times this.")] = 1.0,
+    rate_scale: RateScale = 1.0,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps measured, after one that does not count.")] = 5,
-    compression: Annotated[
-        str,
-        typer.Option(
-            metavar="RULE",
-            help="As numerics.compression; default: CONFIG's.",
-        ),
-    ] = "",
-    planner: Annotated[
-        str, typer.Option("--plan", help="opfence, equal-layers:SEED, equal-compute:SEED or published:SEED.")
-    ] = "opfence",
+    compression: RuleOption = "",
+    planner: PlannerOption = "opfence",
     report: ReportOption = None,
-    links_only: Annotated[
-        bool, typer.Option("--links-only", help="Build it, measure its links, train nothing.")
-    ] = False,
+    links_only: LinksOnly = False,
 ) -> None:
     """Build a testbed on this machine (network namespaces, shaped links, CPU shares; root) and train on it."""
     from peer.lab.cli_lab import LabOptions
@@ -319,11 +320,14 @@ def init(preset: Annotated[str, typer.Argument(metavar="gpt2|resnet", help="Kind
     print(render(preset), end="")
 
 
-def _request(run: str, command: Any) -> None:
+def _request(run: str, command: Any, json: bool) -> None:
     from peer.run_control import ask
     from peer.run_index import find_run
 
     answer = ask(find_run(run), command)
+    if json:
+        _print_json({"command": command, "pid": answer.pid, "text": answer.text})
+        return
     print(f"{command} noted by the trainer (process {answer.pid}): {answer.text}")
 
 
@@ -345,30 +349,41 @@ def main() -> NoReturn:
     leave(execute(sys.argv[1:]))
 
 
+# Of what typer is built on, whatever its version: an unknown option, a missing argument, a bad value.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
 def execute(arguments: Sequence[str]) -> int:
     """Run one command; its exit code. Errors that users can mend are one line on stderr, others are raised."""
     from dht.errors import DhtError
     from fusion_p2p.errors import FusionError
 
+    command = typer.main.get_command(app)
     try:
-        app(list(arguments), prog_name="fusion-run")
+        with command.make_context("fusion-run", list(arguments)) as context:
+            command.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code
+    except _UsageError as error:
+        return _say_usage(error, arguments)
     except (FusionError, DhtError) as error:
         print(f"fusion-run: {error}", file=sys.stderr)
         return error.exit_code
-    except (KeyboardInterrupt, SystemExit) as error:
-        if _is_interrupt(error):
-            print("fusion-run: ended by Ctrl-C", file=sys.stderr)
-            return 130
-        if isinstance(error, SystemExit):
-            return error.code if isinstance(error.code, int) else 0
+    except KeyboardInterrupt:
+        print("fusion-run: ended by Ctrl-C", file=sys.stderr)
+        return 130
+    except SystemExit as end:  # SIGTERM
+        return end.code if isinstance(end.code, int) else 1
     return 0
 
 
-def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind `error`: typer makes a silent exit of it."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__context__
-    return error is not None
+def _say_usage(error: Any, arguments: Sequence[str]) -> int:
+    program = error.ctx.command_path if error.ctx else "fusion-run"
+    option = next((o for o in getattr(getattr(error, "param", None), "opts", ()) if o in arguments[:-1]), None)
+    value = f"{option} {arguments[arguments.index(option) + 1]}: " if option else ""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    print(f"{program}: {value}{message}; see {program} --help", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

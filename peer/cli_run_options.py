@@ -12,23 +12,32 @@ if TYPE_CHECKING:
     from peer.lab.chaos import Fault
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or the name of one under runs/.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON. Default: lines.")]
 SwarmOption = Annotated[
     str | None,
     typer.Option(metavar="ADDR", help="Address of a peer of the swarm. Default: swarm.address, $FUSION_SWARM, the last "
                  "swarm joined."),
 ]  # fmt: skip
 LocalOption = Annotated[
-    int | None, typer.Option(metavar="N", min=1, max=64, help="Start N volunteer processes here instead of a swarm.")
+    int | None,
+    typer.Option(
+        metavar="N", min=1, max=64, help="Start N volunteer processes here. Default: swarm.local, else a swarm."
+    ),
 ]
 StepsOption = Annotated[int | None, typer.Option(metavar="N", min=1, help="Steps in all. Default: run.steps.")]
 MinutesOption = Annotated[
-    float | None, typer.Option(metavar="M", min=0, help="Stop training M minutes from now. Default: run.minutes.")
+    float | None,
+    typer.Option(metavar="M", min=0, help="Stop training M minutes from now, 0: never. Default: run.minutes."),
 ]
 ReportOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write losses, times, plan, bytes, events, weights' hash as JSON.")
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Write losses, times, plan, bytes, events, weights' hash as JSON. Default: nowhere."
+    ),
 ]
-NoCompute = Annotated[bool, typer.Option("--no-compute", help="This machine's own device hosts no stage.")]
+NoCompute = Annotated[
+    bool, typer.Option("--no-compute", help="This machine's own device hosts no stage. Default: swarm.compute.")
+]
 RunDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Run folder. Default: run.dir, else runs/NAME under this folder.")
 ]
@@ -36,8 +45,8 @@ ChaosOption = Annotated[
     str | None,
     typer.Option(
         metavar="SEED[:FAULTS]",
-        help="With --local: let FAULTS (5) of the volunteers' processes be killed, frozen, cut off and so on while it "
-        "trains, and say whether the weights are those of an undisturbed run.",
+        help="With --local: let FAULTS of the volunteers' processes be killed, frozen, cut off and so on while it "
+        "trains, and say whether the weights are those of an undisturbed run. Default: no faults, 5 with a SEED alone.",
     ),
 ]
 NumericLogOption = Annotated[
@@ -45,12 +54,58 @@ NumericLogOption = Annotated[
     typer.Option(
         metavar="FILE",
         help="numeric_log.jsonl of another run of this configuration: its cuts and codecs, from the same steps on, so "
-        "that the weights are the same.",
+        "that the weights are the same. Default: its own.",
     ),
 ]
 CheckpointOption = Annotated[
     Path | None, typer.Option(metavar="DIR", help="A step-… folder. Default: the run's newest checkpoint.")
 ]
+TestbedOption = Annotated[
+    str | None,
+    typer.Option(metavar="FILE[:NAME]", help="Devices and links of this testbed file. Default: the swarm's."),
+]
+ModelOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="A model of the --summary file. Default: that of CONFIG.")
+]
+SummaryOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="OP-DAG summaries. Default: opdags.json beside the testbed.")
+]
+MicroBatchesOption = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Micro-batches a step. Default: as CONFIG or the summary says.")
+]
+LadderOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LADDER",
+        help="default, dense, topk or topk:RATIO, for the links to use. Default: default; topk with --model.",
+    ),
+]
+TauOption = Annotated[
+    float,
+    typer.Option(metavar="X", min=0.001, max=1, help="Share of the bottleneck that a link's transfer may take."),
+]
+EveryDevice = Annotated[
+    bool, typer.Option("--every-device", help="Leave no device out. Default: those that only slow it down.")
+]
+Baselines = Annotated[bool, typer.Option("--baselines", help="Compare with simpler ways of planning. Default: no.")]
+PictureOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a step as SVG. Default: none.")]
+PromptOption = Annotated[
+    str, typer.Option(metavar="TEXT", help="Text to go on from. Default: a new line.", show_default=False)
+]
+AdapterOption = Annotated[
+    bool, typer.Option("--adapter", help="Only the adapter of a peft (LoRA) model. Default: all of it, merged.")
+]
+PlannerOption = Annotated[
+    str,
+    typer.Option("--plan", metavar="RULE", help="opfence, equal-layers:SEED, equal-compute:SEED or published:SEED."),
+]
+RateScale = Annotated[float, typer.Option(metavar="X", min=1e-6, help="All bandwidths times this factor.")]
+LinksOnly = Annotated[
+    bool, typer.Option("--links-only", help="Build it, measure its links, train nothing. Default: train too.")
+]
+RuleOption = Annotated[str, typer.Option(metavar="RULE", help="As numerics.compression. Default: CONFIG's.")]
+TemperatureOption = Annotated[float, typer.Option(metavar="T", min=0, max=10, help="0: always the likeliest token.")]
+TopKOption = Annotated[int, typer.Option(metavar="N", min=0, help="Draw among so many likeliest tokens; 0: all.")]
 
 
 def adjusted(

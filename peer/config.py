@@ -11,13 +11,14 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.settings import OptimizerSpec, Schedule, WeightDecayGroup
+from peer.plain import reason
 
 MAX_STEPS, MAX_BATCH, MAX_WIDTH = 10**9, 1 << 20, 1 << 20
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}\Z"
@@ -234,7 +235,8 @@ def load(path: Path) -> Config:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise InputError(f"cannot read {path}: {e}; fusion-run init gpt2 > {path} writes a configuration") from e
+        fix = f"fusion-run init gpt2 > {'gpt2.toml' if path.exists() else path} writes one"
+        raise InputError(f"cannot read the configuration {path}: {reason(e)}; {fix}") from e
     return parse(text, source=str(path))
 
 
@@ -319,7 +321,20 @@ def _explain(message: str, raw: Mapping[str, Any]) -> str:
             value = value.get(key)
         elif isinstance(value, Sequence) and key.isdecimal():
             value = value[int(key)]
+    if what.lower().startswith("invalid enum value"):
+        what = f"use one of {', '.join(map(repr, _choices(where)))}{_ELSEWHERE.get(where, '')}"
     return f"{where} = {value!r}: {what[:1].lower()}{what[1:]}" if where else what
+
+
+_ELSEWHERE = {"model.family": "; a transformers folder goes into model.hf, a module:function into model.function"}
+
+
+def _choices(where: str) -> list[Any]:
+    """The values that the key at the path `where` takes."""
+    kind: Any = Config
+    for name in where.split("."):
+        kind = get_type_hints(kind)[name]
+    return [choice for choice in get_args(kind) if choice != ""]
 
 
 def _check_together(config: Config, source: str) -> None:

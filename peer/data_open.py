@@ -18,6 +18,7 @@ from fusion_p2p.errors import InputError
 from peer.config import Config, DataSection
 from peer.data import ImageSource, Source, TokenSource
 from peer.data_stream import as_source
+from peer.plain import reason
 from peer.tokenize_text import TextTokenizer, open_tokenizer
 
 
@@ -73,7 +74,7 @@ def file_text(path: Path) -> str:
     try:
         text = "\n".join(f.read_text("utf-8") for f in files)
     except (OSError, UnicodeDecodeError) as e:
-        raise InputError(f"data.path: {path} is not UTF-8 text: {e}") from e
+        raise InputError(f"data.path: {path} is not UTF-8 text ({e}); save it as UTF-8") from e
     if not text:
         raise InputError(f"data.path: {path} holds no text; give a text file or a folder of .txt files")
     return text
@@ -181,7 +182,7 @@ def read_idx(path: Path) -> npt.NDArray[np.uint8]:
                 raise InputError(f"{path} declares the sizes {shape}; download it again")
             data = f.read(count + 1)
     except (OSError, EOFError, zlib.error) as e:
-        raise InputError(f"cannot read {path}: {e}") from e
+        raise InputError(f"cannot read {path}: {reason(e)}; download it again, or name another data.path") from e
     if len(data) != count:
         raise InputError(f"{path} is truncated: {len(data)} bytes of {count}; download it again")
     return np.frombuffer(data, dtype=np.uint8).reshape(shape)

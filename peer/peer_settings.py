@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dht.home import home
 from fusion_p2p.errors import InputError
+from peer.plain import reason
 
 _NEVER = ("help", "home", "config", "ready_fd")
 
@@ -29,7 +30,7 @@ def apply_settings(
     try:
         found = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
+        raise InputError(f"{path} cannot be read: {reason(error)}; --config takes a TOML file of options") from error
     join = _subparser(top, "join")
     known = {a.dest: a for a in join._actions if a.dest not in _NEVER}
     defaults: dict[str, object] = {}

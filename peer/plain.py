@@ -1,8 +1,13 @@
-"""Text from strangers, made fit for a terminal, a log line and a table."""
+"""Text from strangers and from the system, made fit for a terminal, a log line and a table."""
 
 from __future__ import annotations
 
 MOST = 500
+
+
+def reason(error: Exception) -> str:
+    """What went wrong with a file that the line already names, without the number and the name again."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def one_line(text: str, most: int = MOST) -> str:

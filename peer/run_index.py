@@ -32,7 +32,9 @@ def find_run(text: str) -> Path:
 
 
 def run_folders(root: Path) -> list[Path]:
-    """The run folders directly under `root`, by name."""
+    """The run folders directly under `root`, by name. InputError where a folder was named that is not there."""
+    if root != Path(RUNS) and not root.is_dir():
+        raise InputError(f"{root} is no folder; give the one in which run folders lie, or none for {RUNS}/")
     return sorted(p.parent for p in root.glob(f"*/{CONFIG}"))
 
 
@@ -85,6 +87,7 @@ def details(folder: Path) -> dict[str, Any]:
     if run.exists:
         spec = run.spec()[1]
         shown["run"] = spec.run
+        shown["owner"] = spec.owner.hex()
         shown["created"] = spec.created
         shown["opdag_hash"] = spec.opdag_hash
         shown["numeric_log"] = [msgspec.to_builtins(entry) for _, entry in run.numeric_log()]

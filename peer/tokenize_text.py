@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion_p2p.errors import InputError
+from peer.plain import reason
 from peer.trainer_state import write_atomic
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise InputError(f"data.tokenizer: cannot read {path}: {e}; use bpe, bytes or a tokenizer.json") from e
+        raise InputError(f"data.tokenizer: cannot read {path}: {reason(e)}; use bpe, bytes or a tokenizer.json") from e
 
 
 def _parse(text: str, source: Path) -> FileTokenizer:

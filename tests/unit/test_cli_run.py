@@ -263,7 +263,10 @@ def test_an_unknown_compression_is_refused_and_leaves_nothing(call: Call) -> Non
     Path("run.toml").write_text(CONFIG + '[numerics]\ncompression = "zip"\n')
     code, _, err = call("train", "run.toml", "--swarm", NOBODY)
     assert code == 2 and err.count("\n") == 1
-    assert "compression 'zip' is unknown" in err and "use adatopk, adatopk-paper, topk:RATIO, none or a codec" in err
+    assert (
+        "compression 'zip' is unknown" in err
+        and "use adatopk, adatopk:PERCENT, adatopk-paper, topk:RATIO, none or a codec" in err
+    )
     assert not Path("runs/cats").exists()
 
 
@@ -355,15 +358,26 @@ def test_codecs_prints_the_ladder_of_the_model_at_hand(call: Call) -> None:
     Path("run.toml").write_text(CONFIG.replace("layers = 1", "layers = 3"))
     code, out, err = call("codecs", "run.toml", "--steps", "1")
     assert (code, err) == (0, "")
-    head, *lines, foot = out.splitlines()
+    head, *lines = out.splitlines()
     assert head.split() == ["codec", "true", "bytes", "ratio", "enc+dec", "error", "loss", "pays", "below"]
-    assert "on the ladder" in foot
+    foot = [line for line in lines if line.startswith(("true bytes:", "*: ", "+: "))]
+    assert "*: adatopk chooses from these" in "\n".join(foot)
+    lines = lines[: -len(foot)]
     rows = {line[2:].split()[0]: line for line in lines}
     assert set(rows) >= {"int8", "transform:2/1", "topk-masked:0.01"}
     assert all(line.rstrip().endswith("Mbps") and "%" in line and "ns" in line for line in lines)
     assert any(line.startswith("*") for line in lines)
     ratio = {name: float(line.split()[line.split().index("ns") - 2].rstrip("x")) for name, line in rows.items()}
     assert ratio["int8"] > 3.5 and ratio["dense:bf16"] > 1.9
+
+
+def test_codecs_for_scripts(call: Call) -> None:
+    Path("run.toml").write_text(CONFIG.replace("layers = 1", "layers = 3"))
+    code, out, _ = call("codecs", "run.toml", "--steps", "1", "--json")
+    found = {row["codec"]: row for row in json.loads(out)}
+    assert code == 0 and found["int8"]["ratio"] > 3.5
+    assert any(row["on_ladder"] for row in found.values())
+    assert all(row["pays_below_bytes_per_s"] is None or row["pays_below_bytes_per_s"] > 0 for row in found.values())
 
 
 def test_codecs_of_a_configuration_that_is_not_there_is_one_line(call: Call) -> None:

@@ -164,13 +164,19 @@ def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch, ca
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--port", "70000"], "--port 70000"), (["--every", "0"], "--every 0"), (["--history-mb", "0"], "--history-mb")],
+    [
+        (["--port", "70000"], "--port: 70000 must"),
+        (["--every", "0"], "--every: 0 must"),
+        (["--history-mb", "0"], "--history-mb"),
+    ],
 )
 def test_bad_options_exit_with_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     from dht.cli_monitor import main
 
-    assert main(["web", "--swarm", "/ip4/127.0.0.1/tcp/1/p2p/" + PEERS[0].peer_id, *arguments]) == 2
-    assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["web", "--swarm", "/ip4/127.0.0.1/tcp/1/p2p/" + PEERS[0].peer_id, *arguments])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and words in line
 
 
 def test_where_history_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -9,12 +9,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import safetensors.torch
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import GPT2LMHeadModel
 
+from fusion_p2p.plan import LinkCodec, NumericLogEntry, Numerics
+from peer.config import parse
+from peer.data_open import open_data
+from peer.data_stream import as_source
+from peer.lab.undisturbed import undisturbed_weights
+from peer.models import build_model, context_of
+from peer.numeric_log import read
+from peer.signing import new_session_key, sign
 from tests.cluster.trainer_process import SMALL, fusion_run, refused, script, small_run, start, wait_for_line
 from tests.cluster.volunteer_process import Peer
 
@@ -133,6 +142,28 @@ def exported(out: Path, checkpoint: Path) -> None:
     saved = {k: v for path in checkpoint.glob("*.safetensors") for k, v in safetensors.torch.load_file(path).items()}
     state = model.state_dict()
     assert saved and all(torch.equal(state[name], t) for name, t in saved.items())
+
+
+def test_a_numeric_log_is_repeated(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cuts and codecs hold at its steps, and the weights are those of one process that does the same."""
+    small_run(place)
+    base = Numerics(cuts=(2,), micro_batches=2, micro_batch_size=2)
+    later = msgspec.structs.replace(base, cuts=(4,), codecs=(LinkCodec(0, 1, "int8"),))
+    given, key = [NumericLogEntry(0, base, "the first"), NumericLogEntry(3, later, "another cut")], new_session_key()
+    (place / "given.jsonl").write_bytes(b"".join(msgspec.json.encode(sign(e, key)) + b"\n" for e in given))
+    options = ("--local", "2", "--numeric-log", "given.jsonl", "--report", "r.json")
+    fusion_run(place, "train", "run.toml", *options)
+    report, folder = json.loads((place / "r.json").read_text()), place / "runs" / "cats"
+    done = read(folder / "numeric_log.jsonl")
+    assert [(e.first_step, e.numerics) for e in done] == [(e.first_step, e.numerics) for e in given]
+    assert report["plan"]["numerics"]["codecs"][0]["codec"] == "int8"
+    monkeypatch.chdir(place)
+    config = parse((place / "run.toml").read_text())
+    data = open_data(config, folder, context_of(config))
+    model, source = build_model(config, data), as_source(data.train, place / "again")
+    optimizer, steps = config.optimizer_spec(), config.run.steps
+    expected = undisturbed_weights(model, source, numerics=base, optimizer=optimizer, steps=steps, log=given)
+    assert report["weights_blake2b"] == expected
 
 
 def test_recomputing_activations_changes_no_bit(place: Path) -> None:

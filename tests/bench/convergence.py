@@ -1,8 +1,7 @@
 """Loss against steps, bytes and time under each plan's codecs: GPT-2 on the Bible's bytes, a ResNet on MNIST digits.
 
 Trained in one process (`LocalPipeline`) with the cuts and codecs that plans have on the testbed N1, rates x 0.1. Each
-run's curve is kept in tests/bench/results/local, so it may be stopped and started again. In full 25
-minutes of one core.
+run's curve is kept in tests/bench/results/local, so it may be stopped and started again. In full 25 minutes of one core.
 """
 
 from __future__ import annotations
@@ -256,17 +255,9 @@ def page(judged: Sequence[Row], about: dict[str, Any]) -> str:
     """Markdown: the rows and the picture."""
     words = {True: "yes", False: "**no**", None: ""}
     lines = [f"| {r.case} | {r.figure} | {r.bound} | {words[r.holds]} |" for r in judged]
-    head = (
-        f"Trained {about['date'][:10]} on {about['cpu']}, torch {about['torch']}: `python -m tests.bench.convergence`."
-    )
-    top = [
-        "# Loss under each plan's codecs",
-        "",
-        head,
-        "",
-        "| case | figure | bound | holds |",
-        "| --- | --- | --- | --- |",
-    ]
+    head = f"Trained {about['date'][:10]} on {about['cpu']}, torch {about['torch']}."
+    top = ["# Loss under each plan's codecs", "", f"{head} Again: `python -m tests.bench.convergence --save`.", ""]
+    top += ["| case | figure | bound | holds |", "| --- | --- | --- | --- |"]
     return "\n".join([*top, *lines, "", "![loss against steps, bytes and time](convergence.png)", ""])
 
 

@@ -1,4 +1,5 @@
-"""The README's headline table, made from tests/bench/results/headline.json: `python -m tests.bench.table [--check]`.
+"""The README's headline table, made from headline.json and convergence.json in tests/bench/results:
+`python -m tests.bench.table [--check]`.
 
 Writes it between two markers; with --check changes nothing and ends with 1 if the README says anything else.
 """
@@ -8,17 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 README, RESULTS = ROOT / "README.md", ROOT / "tests" / "bench" / "results" / "headline.json"
+CONVERGENCE = RESULTS.with_name("convergence.json")
 BEGIN, END = "<!-- headline: made by python -m tests.bench.table -->", "<!-- headline: end -->"
 WORDS = {True: "yes", False: "**no**", None: ""}
 
 
-def table(results: dict[str, Any]) -> str:
-    """Markdown: what was measured where and when, and every row, also those that missed their bound."""
+def table(results: dict[str, Any], more: Sequence[dict[str, Any]] = ()) -> str:
+    """Markdown: what was measured where and when, and every row, also those that missed their bound; then `more`."""
     m = results["machine"]
     lines = [
         BEGIN,
@@ -29,7 +32,9 @@ def table(results: dict[str, Any]) -> str:
         "| case | figure | bound | holds |",
         "| --- | --- | --- | --- |",
     ]
-    lines += [f"| {r['case']} | {r['figure']} | {r['bound']} | {WORDS[r['holds']]} |" for r in results["rows"]]
+    lines += [
+        f"| {r['case']} | {r['figure']} | {r['bound']} | {WORDS[r['holds']]} |" for r in (*results["rows"], *more)
+    ]
     return "\n".join([*lines, "", END])
 
 
@@ -48,8 +53,9 @@ def main(args: list[str]) -> int:
     if not RESULTS.exists():
         print(f"no results yet: {RESULTS.relative_to(ROOT)} is written by make headline")
         return 0
+    more = json.loads(CONVERGENCE.read_text("utf-8"))["rows"] if CONVERGENCE.exists() else ()
     before = README.read_text("utf-8")
-    after = filled(before, table(json.loads(RESULTS.read_text("utf-8"))))
+    after = filled(before, table(json.loads(RESULTS.read_text("utf-8")), more))
     if options.check:
         print("README.md is up to date" if after == before else "README.md differs; run python -m tests.bench.table")
         return int(after != before)

@@ -2,7 +2,12 @@
 
 Needs root (network namespaces). All rates are the testbeds' times 0.1, because a test peer computes hundreds of times
 slower than a GPU. The full form takes about three hours on a quiet machine of 2 cores; --headline (`make headline`)
-under 20 minutes: N1 and N3, few steps. Results go to tests/bench/results/ with --save.
+under 20 minutes: N1 and N3, few steps; the other two beds one by one, each under 15 minutes:
+
+    python -m tests.bench.netlab --headline --beds N2 --save headline-N2
+    python -m tests.bench.netlab --headline --beds N4 --save headline-N4
+
+Results go to tests/bench/results/ with --save; `python -m tests.bench.table` puts those named headline* in the README.
 """
 
 from __future__ import annotations
@@ -191,7 +196,7 @@ def experiments(options: Any, found: list[s.Found], checkpoint: Callable[[], Non
         configs = tuple(s.CONFIGS)
         if options.headline:
             three = tuple(c for c in s.CONFIGS if c.startswith((s.OURS, s.PUBLISHED_UNIFORM)))
-            configs = three if name == "N1" else (s.OURS,)
+            configs = three if name in ("N1", "N2") else (s.OURS,)
         try:
             one = s.study(
                 name,
@@ -209,7 +214,7 @@ def experiments(options: Any, found: list[s.Found], checkpoint: Callable[[], Non
         found.append(one)
         rows += judge(one)
         checkpoint()
-    if not options.headline or time.monotonic() < until:
+    if not options.beds and (not options.headline or time.monotonic() < until):
         rows += data_plane((8.0, 100.0, 1000.0), 4.0, together=False, loopback=True)
     return rows
 

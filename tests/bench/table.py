@@ -1,4 +1,4 @@
-"""The README's headline table, made from headline.json and convergence.json in tests/bench/results:
+"""The README's headline table, made from headline*.json and convergence.json in tests/bench/results:
 `python -m tests.bench.table [--check]`.
 
 Writes it between two markers; with --check changes nothing and ends with 1 if the README says anything else.
@@ -15,7 +15,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 README, RESULTS = ROOT / "README.md", ROOT / "tests" / "bench" / "results" / "headline.json"
-CONVERGENCE = RESULTS.with_name("convergence.json")
 BEGIN, END = "<!-- headline: made by python -m tests.bench.table -->", "<!-- headline: end -->"
 WORDS = {True: "yes", False: "**no**", None: ""}
 
@@ -53,7 +52,8 @@ def main(args: list[str]) -> int:
     if not RESULTS.exists():
         print(f"no results yet: {RESULTS.relative_to(ROOT)} is written by make headline")
         return 0
-    more = json.loads(CONVERGENCE.read_text("utf-8"))["rows"] if CONVERGENCE.exists() else ()
+    others = [*sorted(RESULTS.parent.glob("headline-*.json")), RESULTS.with_name("convergence.json")]
+    more = [row for path in others if path.exists() for row in json.loads(path.read_text("utf-8"))["rows"]]
     before = README.read_text("utf-8")
     after = filled(before, table(json.loads(RESULTS.read_text("utf-8")), more))
     if options.check:

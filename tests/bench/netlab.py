@@ -111,7 +111,7 @@ def data_plane(rates: tuple[float, ...], seconds: float, *, together: bool, loop
         else:
             figures = f"{ours.bits_per_s / 1e9:.2f} of {raw.bits_per_s / 1e9:.2f} Gbps"
             value = ours.bits_per_s / raw.bits_per_s
-            case = "goodput over raw TCP, unshaped loopback; most of the rest is p2pd's: noise, yamux, two more sockets"
+            case = "goodput over raw TCP, unshaped loopback; p2pd takes 3.2 ns of CPU a byte at both ends"
             yield Row(case, f"{value:.3g} ({figures})", f">= {LOOPBACK}", value >= LOOPBACK)
 
 
@@ -158,7 +158,7 @@ def main(args: list[str]) -> int:
     parser = arguments(__doc__ or "", "links of N3, goodput at 8 and 100 Mbps")
     parser.add_argument("--headline", action="store_true", help="under 20 minutes: N1 and N3, few steps")
     parser.add_argument("--save", metavar="NAME", help="write tests/bench/results/NAME.json")
-    parser.add_argument("--beds", nargs="+", default=None, choices=sorted(OVER_RIVAL), help="(default: all four)")
+    parser.add_argument("--beds", nargs="+", default=None, choices=sorted(OVER_RIVAL), help="(default: all four, and the data plane)")
     parser.add_argument("--steps", type=int, default=None, metavar="N", help="steps of ours that count (default: 8)")
     parser.add_argument("--orders", type=int, default=5, metavar="N", help="device orders of the rival (default: 5)")
     options = parser.parse_args(args)

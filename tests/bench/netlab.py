@@ -158,7 +158,9 @@ def main(args: list[str]) -> int:
     parser = arguments(__doc__ or "", "links of N3, goodput at 8 and 100 Mbps")
     parser.add_argument("--headline", action="store_true", help="under 20 minutes: N1 and N3, few steps")
     parser.add_argument("--save", metavar="NAME", help="write tests/bench/results/NAME.json")
-    parser.add_argument("--beds", nargs="+", default=None, choices=sorted(OVER_RIVAL), help="(default: all four, and the data plane)")
+    parser.add_argument(
+        "--beds", nargs="+", default=None, choices=sorted(OVER_RIVAL), help="(default: all, and the data plane)"
+    )
     parser.add_argument("--steps", type=int, default=None, metavar="N", help="steps of ours that count (default: 8)")
     parser.add_argument("--orders", type=int, default=5, metavar="N", help="device orders of the rival (default: 5)")
     options = parser.parse_args(args)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 
@@ -38,3 +40,22 @@ class OptimizerSpec(msgspec.Struct, frozen=True, kw_only=True):
     schedule: Schedule = Schedule()
     groups: tuple[WeightDecayGroup, ...] = ()
     clip_norm: float | None = None
+
+
+class StateBytes(NamedTuple):
+    """Bytes per trainable parameter. `resident`: weight, gradient, optimizer state; `snapshot`: the copy taken at a
+    mark, which has no gradient."""
+
+    resident: float
+    snapshot: float
+
+
+ADAMW_BYTES = StateBytes(16.0, 12.0)
+
+
+def state_bytes(spec: OptimizerSpec) -> StateBytes:
+    """What a parameter takes under this optimizer, all of it float32."""
+    if spec.kind == "adamw":
+        return ADAMW_BYTES
+    slots = 1 if spec.momentum else 0
+    return StateBytes(4.0 * (2 + slots), 4.0 * (1 + slots))

@@ -34,7 +34,8 @@ class Atom:
     forward. stash_bytes: activations kept for the backward (an estimate; the trial step measures).
     kernels: operator launches, forward. cut_bytes: dense bytes that cross the position before this atom, one
     direction, skip edges included. cut_weight_bytes: bytes of weights read on both sides of that position; a cut
-    there sends them once per step, and their gradients back.
+    there sends them once per step, and their gradients back. heavier: seconds over what these figures promise, as real
+    steps showed.
     """
 
     nodes: tuple[int, ...]
@@ -49,6 +50,7 @@ class Atom:
     kernels: int
     cut_bytes: int
     cut_weight_bytes: int
+    heavier: float = 1.0
 
 
 def atoms(dag: OpDag, batch: int = 1) -> tuple[Atom, ...]:

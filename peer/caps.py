@@ -11,11 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from fusion_p2p.outboxes import SPILL_SHARE
+
 PAYLOAD = 0.95  # of a cap; the rest is the transport's own envelope, the board and control streams
 BLOB_SHARE = 0.25  # of a cap, for snapshots
-
-
-SPILL_SHARE = 0.25
 
 
 class Traffic(msgspec.Struct):

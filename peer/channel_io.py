@@ -14,6 +14,7 @@ from dht.errors import TransportError
 from dht.transport import Stream
 from fusion_p2p.errors import FrameError
 from fusion_p2p.frame import Frame
+from fusion_p2p.outboxes import log_bytes, under_way_bytes
 from peer import wire
 from peer.channel import Inbox, Outbox, Stored, Take
 from peer.errors import ResumeGap, StaleError, WireError
@@ -22,12 +23,6 @@ from peer.wire import CHUNK_BYTES, Answer, Header, Open, Tag
 
 _TAGS = {tag: bytes([tag]) for tag in Tag}
 STREAM_ERRORS = (OSError, EOFError, TransportError, WireError, FrameError, TimeoutError)
-
-
-def log_bytes(memory_bytes: int) -> int:
-    """Most that an executor keeps of what it sent to one neighbour, for a replay, by its memory cap. A plan counts on
-    it by the memory on offer, which is never more."""
-    return max(64 << 20, memory_bytes // 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +48,7 @@ class ChannelSettings:
 def executor_settings(memory_bytes: int, spill_bytes: int, beat_s: float, dead_s: float) -> ChannelSettings:
     """What streams may hold of an executor's memory: per channel a thirty-second part under way at either end, and a
     sixteenth for a replay. A stage has two or three channels that carry tensors."""
-    under_way = max(16 << 20, min(256 << 20, memory_bytes // 32))
+    under_way = under_way_bytes(memory_bytes)
     return ChannelSettings(
         beat_s=beat_s,
         dead_s=dead_s,

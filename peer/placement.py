@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -21,7 +22,7 @@ from fusion_p2p.planner import AtomTimes, Constraints, Ladder, Proposal, Workloa
 from fusion_p2p.planner.explain import choices as choices_of
 from fusion_p2p.planner.opfence import Best, Searched
 from fusion_p2p.planner.proposal import finish, make_costs
-from peer.channel_io import log_bytes
+from fusion_p2p.settings import ADAMW_BYTES, StateBytes
 from peer.offers import DeviceOffer, SwarmLinks, network_of, sources
 from peer.plan_codecs import Channel, choices, ladder_for, link_codecs, neighbours, rungs_of, with_rungs
 from peer.plan_durability import interval, keepers
@@ -40,7 +41,7 @@ WORTH_S = 0.02  # of a step that it must save besides: the trial steps of tiny m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """`state_factor`: resident bytes per weight byte (AdamW: weight, gradient, two moments, snapshot copy = 5 to 7).
+    """`state`: what the optimizer makes of each parameter.
 
     `stages` None: as many as pay, or one for `every_device`. `base` holds the numerics that the run fixes; its cuts
     and codecs are replaced unless `pinned`, in which case they stand and only hosts are chosen. Its device class may be
@@ -56,7 +57,7 @@ class PlanRequest:
     planner: str = "opfence"
     links: SwarmLinks = field(default_factory=SwarmLinks)
     channels: Callable[[tuple[int, ...]], Sequence[Channel]] | None = None
-    state_factor: float = 7.0
+    state: StateBytes = ADAMW_BYTES
     number: int = 1
     epoch: int = 1
     mark_interval: int = 0  # steps between complete sets; 0: none is promised, so nothing is logged
@@ -137,10 +138,14 @@ def _plan(
     hosts: Sequence[DeviceOffer],
     why: Sequence[str],
 ) -> Plan:
-    load = Load(atoms, request.base.micro_batches, request.state_factor)
+    load = _load(atoms, request)
     spans = list(pairwise((0, *numerics.cuts, len(atoms))))
     windows = [load.window(a, b, h.memory_bytes, w) for (a, b), h, w in zip(spans, hosts, p.windows, strict=True)]
-    kept, upload_s = keepers(atoms, numerics.cuts, hosts, offers, request.links)
+    sizes = [load.bytes(a, b, w) for (a, b), w in zip(spans, windows, strict=True)]
+    held = Counter[tuple[str, str]]()
+    for h, size in zip(hosts, sizes, strict=True):
+        held[h.peer, device_of(h.device)] += size
+    kept, upload_s = keepers([load.set_bytes(a, b) for a, b in spans], hosts, offers, request.links)
     mark_interval = interval(request.mark_interval, upload_s, p.step_s)
     placement = tuple(
         StagePlacement(
@@ -150,7 +155,7 @@ def _plan(
             incarnation=request.number,
             window=windows[k],
             buddies=kept[k],
-            logged=0 < mark_interval * load.sent_bytes(a, b) <= log_bytes(h.memory_bytes),
+            logged=load.may_log(a, b, mark_interval, h.memory_bytes, held[h.peer, device_of(h.device)]),
         )
         for k, (h, (a, b)) in enumerate(zip(hosts, spans, strict=True))
     )
@@ -163,9 +168,7 @@ def _plan(
         spares=tuple(dict.fromkeys(o.peer for o in offers if o.peer not in used)),
         mark_interval=mark_interval,
         prediction=_prediction(p),
-        reasons=_reasons(
-            p, [load.bytes(a, b, w) for (a, b), w in zip(spans, windows, strict=True)], offers, request, why
-        ),
+        reasons=_reasons(p, sizes, offers, request, why),
     )
 
 
@@ -215,7 +218,7 @@ def _workload(atoms: Sequence[Atom], request: PlanRequest) -> Workload:
         atoms,
         samples=request.base.micro_batch_size,
         recompute=request.base.recompute,
-        state_bytes_per_parameter=4 * request.state_factor,
+        state=request.state,
     )
     shape = request.shape
     if shape is None or len(shape.forward_s) != w.atoms or request.base.device_class == "cuda":
@@ -260,7 +263,7 @@ def revise(
     then_s = other.prediction.step_time_s if other.prediction is not None else 0.0
     if wrong and then_s < WORTH * now.step_s and then_s < now.step_s - WORTH_S:
         return other, offers
-    sizes = [stage_bytes(plan, k, atoms, request.state_factor) for k in range(plan.numerics.stages)]
+    sizes = [stage_bytes(plan, k, atoms, request.state) for k in range(plan.numerics.stages)]
     why = [r for r in plan.reasons if r.startswith("link ")]
     bound_s = other.prediction.lower_bound_s if other.prediction is not None else 0.0
     now = replace(now, lower_bound_s=bound_s)
@@ -290,9 +293,13 @@ def wanted_bytes(atoms: Sequence[Atom], request: PlanRequest, peers: int) -> int
     return max(largest, math.ceil(need / peers))
 
 
+def _load(atoms: Sequence[Atom], request: PlanRequest) -> Load:
+    return Load(atoms, request.base.micro_batches, request.state, recompute=request.base.recompute)
+
+
 def _least_bytes(atoms: Sequence[Atom], request: PlanRequest) -> tuple[int, int]:
     """(of the whole model, of its largest piece), one micro-batch in flight."""
-    load = Load(atoms, request.base.micro_batches, request.state_factor)
+    load = _load(atoms, request)
     return load.bytes(0, load.n, 1), max(load.bytes(a, a + 1, 1) for a in range(load.n))
 
 

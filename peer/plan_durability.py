@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from fusion_p2p.planner.durability import SNAPSHOT_BYTES_PER_PARAMETER, UPLOAD_SHARE, buddies
+from fusion_p2p.planner.durability import UPLOAD_SHARE, buddies
 from peer.offers import DeviceOffer, SwarmLinks, network_of
 from peer.plan_hosts import device_of
 
-if TYPE_CHECKING:
-    from fusion_p2p.workload import Atom
-
 
 def keepers(
-    atoms: Sequence[Atom],
-    cuts: tuple[int, ...],
+    sets: Sequence[float],
     hosts: Sequence[DeviceOffer],
     offers: Sequence[DeviceOffer],
     links: SwarmLinks,
 ) -> tuple[tuple[tuple[str, ...], ...], float]:
-    """(buddies per stage, seconds until the slowest has a stage's set). A buddy is on another machine, over the fastest
-    link; a stage has none where all peers share a machine."""
+    """(buddies per stage, seconds until the slowest has a stage's set of `sets` bytes). A buddy is on another machine,
+    over the fastest link; a stage has none where all peers share a machine."""
     network = network_of(offers, links)
     index = {(o.peer, o.device): i for i, o in enumerate(offers)}
     at = [index[h.peer, device_of(h.device)] for h in hosts]
-    bounds = (0, *cuts, len(atoms))
-    sets = [SNAPSHOT_BYTES_PER_PARAMETER * sum(a.parameters for a in atoms[a:b]) for a, b in pairwise(bounds)]
     chosen = buddies(network, at, sets)
     rates = network.bandwidth_bytes_per_s
     slowest = max(

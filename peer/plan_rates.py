@@ -61,7 +61,7 @@ class Rates:
     def scaled(self, atoms: Sequence[Atom]) -> list[Atom]:
         """The atoms as heavy as they showed to be."""
         pairs = zip(atoms, self._shape or [1.0] * len(atoms), strict=True)
-        return [a if f == 1.0 else _heavier(a, f) for a, f in pairs]
+        return [a if f == 1.0 else replace(a, heavier=f) for a, f in pairs]
 
     def shape(
         self,
@@ -107,17 +107,6 @@ class Rates:
     def correct(self, offers: Iterable[DeviceOffer]) -> list[DeviceOffer]:
         """The offers with what is known of their devices."""
         return [replace(o, correction=self.of((o.peer, o.device))) for o in offers]
-
-
-def _heavier(atom: Atom, factor: float) -> Atom:
-    """Everything that takes time, and nothing that takes memory or bandwidth."""
-    return replace(
-        atom,
-        forward_flops=round(atom.forward_flops * factor),
-        backward_flops=round(atom.backward_flops * factor),
-        forward_bytes=round(atom.forward_bytes * factor),
-        kernels=round(atom.kernels * factor),
-    )
 
 
 def within(new: float, old: float, factor: float) -> bool:

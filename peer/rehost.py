@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,9 @@ import msgspec
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Plan
-from peer.channel_io import log_bytes
+from fusion_p2p.settings import StateBytes
 from peer.offers import DeviceOffer
-from peer.stage_load import Load, mib
+from peer.stage_load import Load, load_of, mib
 
 if TYPE_CHECKING:
     from fusion_p2p.workload import Atom
@@ -50,7 +51,7 @@ def rehost(
     group: Sequence[int],
     atoms: Sequence[Atom],
     offers: Sequence[DeviceOffer],
-    factor: float,
+    state: StateBytes,
     nominees: Sequence[str] = (),
 ) -> Plan:
     """The plan with every stage of the peers `lost` on another device: a spare if one has room, else beside others.
@@ -60,15 +61,22 @@ def rehost(
     The numerics and all other hosts stay; the stages of `group` get the next incarnation, wherever they are.
     NoRoomError if no device has room.
     """
-    load = Load(atoms, plan.numerics.micro_batches, factor)
+    load = load_of(plan, atoms, state)
     bounds = (0, *plan.numerics.cuts, load.n)
     left = [o for o in offers if o.peer not in lost and o.device_class == plan.numerics.device_class]
     new = _take_over(plan, lost, load, left, nominees)
     here = {(o.peer, o.device): o for o in left}
     placed = new | {p.stage: here[p.peer, p.device] for p in plan.placement if (p.peer, p.device) in here}
 
-    def sent(stage: int) -> int:
-        return load.sent_bytes(bounds[stage], bounds[stage + 1])
+    held = Counter[tuple[str, str]]()
+    for p in plan.placement:
+        if p.stage in placed:
+            at = placed[p.stage]
+            held[at.peer, at.device] += load.bytes(bounds[p.stage], bounds[p.stage + 1], p.window)
+
+    def may_log(stage: int) -> bool:
+        a, b, at = bounds[stage], bounds[stage + 1], placed[stage]
+        return load.may_log(a, b, plan.mark_interval, at.memory_bytes, held[at.peer, at.device])
 
     names = ", ".join(sorted(peer[-8:] for peer in lost))
     used_peers = {p.peer for p in plan.placement if p.peer not in lost} | {h.peer for h in new.values()}
@@ -82,7 +90,7 @@ def rehost(
                 device=placed[p.stage].device,
                 incarnation=plan.number + 1,
                 buddies=(),
-                logged=p.logged and plan.mark_interval * sent(p.stage) <= log_bytes(placed[p.stage].memory_bytes),
+                logged=p.logged and may_log(p.stage),
             )
             if p.stage in group or p.stage in new
             else p

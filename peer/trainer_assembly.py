@@ -389,6 +389,6 @@ def _after_refusal(
     p = refusal.placement
     if not refusal.cap or not refusal.needed:
         return [o for o in offers if o.peer != p.peer]
-    estimate = stage_bytes(plan, p.stage, atoms, request.state_factor)
+    estimate = stage_bytes(plan, p.stage, atoms, request.state)
     room = int(MEMORY_MARGIN * estimate * refusal.cap / refusal.needed)
     return [replace(o, memory_bytes=room) if (o.peer, o.device) == (p.peer, p.device) else o for o in offers]

@@ -12,6 +12,7 @@ from dht.transport import Transport
 from fusion_p2p.ir import OpDag
 from fusion_p2p.plan import NumericLogEntry, Numerics, Plan
 from fusion_p2p.planner import AtomTimes, Ladder
+from fusion_p2p.settings import state_bytes
 from fusion_p2p.split import StageProgram
 from fusion_p2p.workload import Atom
 from peer.accusations import Judgement
@@ -145,6 +146,7 @@ class Live:
             mark_interval=o.mark_interval,
             ladder=self.ladder,
             shape=o.shape,
+            state=state_bytes(self.session.spec.optimizer),
         )
 
     @property

@@ -86,8 +86,8 @@ class Repair:
         moved = [k for peer in gone for k in self._stages_of(peer)]
         anew, stages = bool(live.anew), range(now.plan.numerics.stages)
         group = tuple(stages) if anew else recovery_group(now.plan, {*moved, *live.again}, now.edges())
-        base, factor = msgspec.structs.replace(now.plan, number=now.number), live.request.state_factor
-        plan = rehost(base, gone, group, live.atoms, offers, factor, self._proposed(gone, offers))
+        base, state = msgspec.structs.replace(now.plan, number=now.number), live.request.state
+        plan = rehost(base, gone, group, live.atoms, offers, state, self._proposed(gone, offers))
         before, now.number = now.plan, plan.number
         refusals = await live.assembly.place(plan, group, live.refs(now.newest), now.newest.tick)
         for r in refusals:

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from fusion_p2p.planner.ladder import Ladder, Rung
 from fusion_p2p.planner.network import MEMORY_SHARE, Network
 from fusion_p2p.planner.workload import Floats, Workload
 
+if TYPE_CHECKING:
+    from fusion_p2p.planner.dp import Memory
+
 INF = float("inf")
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -61,13 +68,14 @@ class Costs:
         self.forward_s = _running(np.array([t.forward_s for t in times]))
         self.backward_s = _running(np.array([t.backward_s for t in times]))
         self.work_s = self.forward_s + self.backward_s  # (D, n+1): device's seconds for atoms before a position
-        held = w.state_bytes_per_parameter * w.parameters + (0.0 if w.recompute else self.window * w.stash_bytes)
-        if w.fixed_bytes is not None:
-            held = held + w.fixed_bytes
-        self.held_bytes = _running(held[None, :])[0]
+        kept = np.add(*w.atom_bytes()) + (1 if w.recompute else self.window) * w.stash_bytes
+        self.held_bytes = _running(kept[None, :])[0]  # of the parts of a stage's memory that add up over its atoms
+        self.end_bytes = w.frame_bytes(self.window)
+        self.begin_bytes = self.end_bytes + (self.window * w.cut_bytes[: w.atoms + 1] if w.recompute else 0.0)
         self.room_bytes = np.array(
             [MEMORY_SHARE * d.memory_bytes if d.accepts and d.confirmed else -1.0 for d in net.devices]
         )
+        self.memory_of: dict[bytes, Memory] = {}  # by positions, as the dynamic programme finds it
         self.shares = np.array([r.byte_share for r in ladder.rungs])
         self.elements = w.cut_bytes / w.wire_bytes_per_element
         self.cut_allowed = w.cut_allowed()
@@ -95,7 +103,7 @@ class Costs:
     def without_shared(self, room: float = 1.0) -> Costs:
         """The same problem as if no weight were tied, and with `room` times the memory."""
         other = copy.copy(self)
-        other.w = replace(self.w, shared=())
+        other.w, other.memory_of = replace(self.w, shared=()), {}
         other.room_bytes = self.room_bytes * room
         return other
 
@@ -126,6 +134,27 @@ class Costs:
                 return chain, score
             b = score.bottleneck_s
 
+    def stage_bytes(self, bounds: Sequence[int]) -> Floats:
+        """Memory of each of the stages that these positions bound, as `Workload.stage_bytes` has it."""
+        at = np.asarray(bounds)
+        lo, hi = at[:-1], at[1:]
+        scratch = np.maximum.reduceat(self.w.stash_bytes[: at[-1]], lo)
+        out: Floats = self.held_bytes[hi] - self.held_bytes[lo] + self.begin_bytes[lo] + self.end_bytes[hi] + scratch
+        for w in self.w.shared:
+            out[(lo > w.first) & (lo <= w.last) & (hi > w.last)] += 2 * w.size_bytes
+        return out
+
+    def span_bytes(self, at: Ints) -> Floats:
+        """(m, m) [p, q]: the same of a stage of atoms at[p]..at[q]-1; 0 where p >= q."""
+        most = np.append(np.maximum.reduceat(self.w.stash_bytes, at[:-1]), 0.0)
+        scratch = np.maximum.accumulate(np.triu(np.broadcast_to(most, (len(at), len(at)))), axis=1)
+        scratch = np.roll(scratch, 1, axis=1)  # atoms before at[q]
+        held = self.held_bytes[at]
+        whole = held[None, :] - held[:, None] + self.begin_bytes[at][:, None] + self.end_bytes[at][None, :] + scratch
+        for w in self.w.shared:
+            whole[np.ix_((at > w.first) & (at <= w.last), at > w.last)] += 2 * w.size_bytes
+        return np.triu(whole, 1)
+
     def score(self, chain: Chain) -> Score:
         """The objective of one chain, with its parts."""
         bounds = chain.bounds(self.w.atoms)
@@ -149,7 +178,7 @@ class Costs:
         bottleneck = float(max(load.max(), hop.max(initial=0.0)))
         shared = self._shared_s(bounds, chain.hosts)
         trip = compute + transfer + latency + 2 * float(codec.sum()) + shared
-        used = np.bincount(h, weights=self.held_bytes[hi] - self.held_bytes[lo])[h]
+        used = np.bincount(h, weights=self.stage_bytes(bounds))[h]
         upload = np.zeros(len(h))
         upload[:-1] += size * self.m
         upload[1:] += size * self.m

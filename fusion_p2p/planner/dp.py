@@ -63,13 +63,29 @@ class Early:
 
 
 @dataclass(frozen=True, eq=False)
+class Memory:
+    """Which stages fit: need_bytes[p, q] (m, m) of a stage from p to q, room_bytes (D,) of each device, below 0: takes
+    none. lo, may (D, m): the first position from which every stage that ends at q fits, and from which one may."""
+
+    need_bytes: Floats
+    room_bytes: Floats
+    lo: Ints
+    may: Ints
+
+    def fits(self, device: int, q: int) -> npt.NDArray[np.bool_]:
+        """(q,): for each position before q, whether a stage from there to q fits the device."""
+        out: npt.NDArray[np.bool_] = self.need_bytes[:q, q] <= self.room_bytes[device]
+        return out
+
+
+@dataclass(frozen=True, eq=False)
 class Tables:
     """Everything the sweep looks up. Positions are a subset `at` of 0..n (first 0, last n), m of them.
 
     hop_s[u, b, e, g] (class-wise): seconds that a hop adds to a round trip, INF where not allowed; u numbers the
     distinct cut sizes. spans[ki][ko][.., b, d, q]: where `_sparse` has the least over all first positions from which
-    every stage of device d ending at q fits; early[ki][ko]: those before them, which fit because codec time varies
-    with the cut (None: none).
+    every stage of device d ending at q fits; early[ki][ko]: those before them, which fit because codec time or memory
+    varies with the cut (None: none).
     """
 
     at: Ints
@@ -82,7 +98,7 @@ class Tables:
     levels: int  # of `_sparse`
     spans: tuple[tuple[tuple[Ints, Ints], ...], ...]
     early: tuple[tuple[Early | None, ...], ...]
-    lo_hard: Ints  # (D, m): memory
+    memory: Memory
     classes: tuple[int, ...]  # classes that any hop uses
     paid_s: Floats | None = None  # (m, D, D) [q, s, e]: tied weights read before q on e, whose owner is on s
 
@@ -116,13 +132,13 @@ def build(
         codec, class_of = codec[-1:], np.zeros_like(class_of)
     hop = _hops(costs, thresholds, sizes, len(codec), class_of, group)
     classes = tuple(k for k in range(len(codec)) if np.isfinite(hop[k]).any())
-    hard = _memory_lo(costs, at)
+    memory = _memory(costs, at)
     used = range(len(work)) if devices is None else sorted(devices)
-    lo, early = _windows(work, codec, thresholds, hard, classes, used)
+    lo, early = _windows(work, codec, thresholds, memory, classes, used)
     levels = _levels((x for row in lo for x in row), len(at))
     spans = tuple(tuple(_spans(x, levels) for x in row) for row in lo)
     paid = None if relaxed else _paid(costs, at)
-    return Tables(at, thresholds, work, group, size_of, hop, codec, levels, spans, early, hard, classes, paid)
+    return Tables(at, thresholds, work, group, size_of, hop, codec, levels, spans, early, memory, classes, paid)
 
 
 def _paid(costs: Costs, at: Ints) -> Floats | None:
@@ -174,19 +190,32 @@ def _hops(
     return tuple(np.ascontiguousarray(o.transpose(3, 0, 2, 1)) for o in out)
 
 
-def _memory_lo(costs: Costs, at: Ints) -> Ints:
-    held = costs.held_bytes[at]
-    need = held[None, :] - costs.room_bytes[:, None]
-    lo = np.searchsorted(held, need * (1 - 1e-12) - 1e-6, side="left")
-    return np.where(costs.room_bytes[:, None] < 0, len(at), lo)
+def _memory(costs: Costs, at: Ints) -> Memory:
+    """Found once for these costs and positions: sweeps differ in their thresholds only."""
+    key = at.tobytes()
+    if key not in costs.memory_of:
+        need = costs.span_bytes(at)
+        room = np.where(costs.room_bytes < 0, -1.0, costs.room_bytes * (1 + 1e-12) + 1e-6)
+        m = len(at)
+        lo, may = np.full((len(room), m), m), np.full((len(room), m), m)
+        for q in range(m):
+            here = need[:q, q]
+            later = np.maximum.accumulate(here[::-1])  # ascending: the most that any stage from there on needs
+            least = np.minimum.accumulate(here)[::-1]  # ascending too
+            lo[:, q] = q - np.searchsorted(later, room, side="right")
+            may[:, q] = q - np.searchsorted(least, room, side="right")
+        lo[room < 0] = may[room < 0] = m
+        costs.memory_of[key] = Memory(need, room, lo, may)
+    return costs.memory_of[key]
 
 
 def _windows(
-    work: Floats, codec: Floats, thresholds: Floats, hard: Ints, classes: Sequence[int], devices: Iterable[int]
+    work: Floats, codec: Floats, thresholds: Floats, memory: Memory, classes: Sequence[int], devices: Iterable[int]
 ) -> tuple[tuple[tuple[Ints, ...], ...], tuple[tuple[Early | None, ...], ...]]:
     """Per (class in, class out): lo[b, d, q], the first position from which every stage fits, and those before."""
     d, m = work.shape
     k_all = len(codec)
+    bent = bool((memory.may < memory.lo).any())  # a stage may fit although one that begins later does not
     lo: list[tuple[Ints, ...]] = []
     early: list[tuple[Early | None, ...]] = []
     for ki in range(k_all):
@@ -201,23 +230,25 @@ def _windows(
             sure = np.minimum.accumulate(key[:, ::-1], axis=1)[:, ::-1]  # nondecreasing: all later ones are larger
             may = np.maximum.accumulate(key, axis=1)
             first = np.full((len(thresholds), d, m), m, dtype=np.int64)
-            some = first.copy() if codec[ki].any() else None
+            some = first.copy() if bent or codec[ki].any() else None
             for i in devices:
                 need = ((work[i] + codec[ko])[None] - (thresholds * SLACK)[:, None]).ravel()
                 first[:, i] = np.searchsorted(sure[i], need, side="left").reshape(-1, m)
                 if some is not None:
                     some[:, i] = np.searchsorted(may[i], need, side="left").reshape(-1, m)
-            row.append(np.maximum(first, hard[None]))
+            row.append(np.maximum(first, memory.lo[None]))
             row_early.append(
-                None if some is None else _early(np.maximum(some, hard), row[-1], key, work + codec[ko], thresholds)
+                None
+                if some is None
+                else _early(np.maximum(some, memory.may), row[-1], key, work + codec[ko], thresholds, memory)
             )
         lo.append(tuple(row))
         early.append(tuple(row_early))
     return tuple(lo), tuple(early)
 
 
-def _early(some: Ints, lo: Ints, begins: Floats, ends: Floats, thresholds: Floats) -> Early:
-    """From `some` to `lo` (B, D, m), those that fit: ends[d, q] - begins[d, p] at most the threshold."""
+def _early(some: Ints, lo: Ints, begins: Floats, ends: Floats, thresholds: Floats, memory: Memory) -> Early:
+    """From `some` to `lo` (B, D, m), those that fit: ends[d, q] - begins[d, p] at most the threshold, and memory."""
     m = lo.shape[-1]
     count = np.maximum(np.minimum(lo, np.arange(m)) - some, 0)
     b, d, q = np.nonzero(count)
@@ -226,7 +257,7 @@ def _early(some: Ints, lo: Ints, begins: Floats, ends: Floats, thresholds: Float
     of = np.repeat(np.arange(len(count)), count)
     p = np.arange(len(of)) + (some[b, d, q] - first)[of]
     need = ends[d, q] - thresholds[b] * SLACK
-    fits = begins[d[of], p] >= need[of]
+    fits = (begins[d[of], p] >= need[of]) & (memory.need_bytes[p, q[of]] <= memory.room_bytes[d[of]])
     p, of = p[fits], of[fits]
     begin = np.searchsorted((b * lo.shape[1] + d)[of], np.arange(lo.shape[0] * lo.shape[1] + 1))
     return Early(begin, p, q[of])
@@ -398,7 +429,7 @@ def _walk_back(found: Found, a: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
             begins = begins and d == found.starts[a]
             if t.paid_s is not None:
                 work = work + t.paid_s[q, found.starts[a], d] - t.paid_s[:q, found.starts[a], d]
-        fits = np.arange(q) >= t.lo_hard[d, q]
+        fits = t.memory.fits(d, q)
         if fits[0] and begins and spent[0] <= limit and _close(work[0], value):
             return tuple(reversed(hosts)), tuple(reversed(starts))
         nearest = np.arange(s - 1, -1 if found.skip else s - 2, -1)

@@ -40,7 +40,7 @@ def least_round_trip(costs: Costs, order: tuple[int, ...], threshold_s: float, *
 
 
 def _fits(costs: Costs, e: int, p: int, q: int) -> bool:
-    held = float(costs.held_bytes[q] - costs.held_bytes[p])
+    held = costs.w.stage_bytes(p, q, costs.window).total
     return costs.room_bytes[e] >= 0 and held <= float(costs.room_bytes[e]) * (1 + 1e-12) + 1e-6
 
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from fusion_p2p.outboxes import SPILL_SHARE, log_bytes
 from fusion_p2p.planner.costs import Chain, Costs, Score
 from fusion_p2p.planner.network import Network
 
-SNAPSHOT_BYTES_PER_PARAMETER = 12.0  # fp32 weight and two AdamW moments
 UPLOAD_SHARE = 0.5  # of a host's idle uplink that sets may take
-OUTBOX_MEMORY_SHARE = 0.1  # of a device's memory for frames kept; beyond it they spill to disk
+SETS_HELD = 3  # of a stage on one disk: two complete ones, and the one that comes
+MOST_DISK_BYTES = 1e12  # of a device, that outboxes are planned with
 LEAST_INTERVAL, MOST_INTERVAL = 10, 2000  # steps between marks
 
 
@@ -36,8 +37,7 @@ class Durability:
 def durability(costs: Costs, chain: Chain, score: Score) -> Durability:
     """Choose buddies by link, then the shortest interval whose sets reach them, then what may be logged."""
     bounds = chain.bounds(costs.w.atoms)
-    params = [float(costs.w.parameters[a:b].sum()) for a, b in pairwise(bounds)]
-    sets = tuple(p * SNAPSHOT_BYTES_PER_PARAMETER for p in params)
+    sets = tuple(costs.w.stage_bytes(a, b, 1).snapshot for a, b in pairwise(bounds))
     keepers = buddies(costs.net, chain.hosts, sets)
     slowest = 0.0
     for k, (host, buddy) in enumerate(zip(chain.hosts, keepers, strict=True)):
@@ -78,36 +78,49 @@ def _busy_s(costs: Costs, chain: Chain, k: int) -> float:
 
 
 def buddies(net: Network, hosts: Sequence[int], sets: Sequence[float]) -> tuple[int, ...]:
-    """Per stage the device on another machine with the fastest link from the host, and disk for two more sets.
+    """Per stage the device on another machine with the fastest link from the host, and disk for SETS_HELD more sets.
 
-    `sets`: bytes of one set of each stage. Spares count double and a device already named counts less, so that sets
-    spread and survive neighbours. -1 where there is none.
+    `sets`: bytes of one set of each stage; a host's disk holds as many of its own. Spares count double and a device
+    already named counts less, so that sets spread and survive neighbours. -1 where there is none.
     """
     disk = [d.disk_bytes for d in net.devices]
+    for host, size in zip(hosts, sets, strict=True):
+        disk[host] -= SETS_HELD * size
     load = [0] * len(net)
     out = []
     for k, host in enumerate(hosts):
         best, best_value = -1, 0.0
         for j, d in enumerate(net.devices):
             here = net.devices[host]
-            if d.peer == here.peer or (d.node and d.node == here.node) or disk[j] < 2 * sets[k] or not d.confirmed:
+            if (
+                d.peer == here.peer
+                or (d.node and d.node == here.node)
+                or disk[j] < SETS_HELD * sets[k]
+                or not d.confirmed
+            ):
                 continue
             value = float(net.bandwidth_bytes_per_s[host, j]) * (1.0 if j in hosts else 2.0) / (1 + load[j])
             if value > best_value:
                 best, best_value = j, value
         if best >= 0:
-            disk[best] -= 2 * sets[k]
+            disk[best] -= SETS_HELD * sets[k]
             load[best] += 1
         out.append(best)
     return tuple(out)
 
 
 def _logged(costs: Costs, chain: Chain, interval: int) -> tuple[tuple[bool, ...], tuple[float, ...]]:
-    """Cheapest hops first: a hop is logged if both ends can keep its frames back to the newest complete set."""
+    """Cheapest hops first: a hop is logged if both ends can keep its frames back to the newest complete set: in the
+    memory that their stages leave, as far as an executor's outboxes may go, then on disk."""
     steps = 2 * interval + 2
+    left = dict(enumerate(costs.room_bytes.tolist()))
+    for host, need in zip(chain.hosts, costs.stage_bytes(chain.bounds(costs.w.atoms)).tolist(), strict=True):
+        left[host] -= need
+    devices = [costs.net.devices[h] for h in chain.hosts]
+    disk = [min(d.disk_bytes, MOST_DISK_BYTES) * SPILL_SHARE for d in devices]
     room = [
-        OUTBOX_MEMORY_SHARE * costs.net.devices[h].memory_bytes + min(costs.net.devices[h].disk_bytes, 1e12) * 0.5
-        for h in chain.hosts
+        max(0.0, min(left[h], 2.0 * log_bytes(int(d.memory_bytes)))) + on_disk
+        for h, d, on_disk in zip(chain.hosts, devices, disk, strict=True)
     ]
     used = [0.0] * len(chain.hosts)
     logged = [False] * len(chain.cuts)

@@ -176,7 +176,7 @@ def _order(
                     hop = t.hop_s[k][:, j, dev, devices[d]][t.size_of[:q]]
                     v = before.values[k][before.index[rest, d], j, :q] + hop + work + paid
                     fits = work + t.codec_s[k, :q] + t.codec_s[ko, q] <= limit
-                    v = np.where(fits & (np.arange(q) >= t.lo_hard[dev, q]), v, INF)
+                    v = np.where(fits & t.memory.fits(dev, q), v, INF)
                     p = int(v.argmin())
                     if best is None or v[p] < best[0]:
                         best = (float(v[p]), d, p, k)

@@ -9,6 +9,7 @@ from fusion_p2p.planner.ladder import beyond
 
 if TYPE_CHECKING:
     from fusion_p2p.planner.proposal import Proposal
+    from fusion_p2p.planner.workload import MemoryParts
 
 
 def reasons(p: Proposal) -> tuple[str, ...]:
@@ -29,17 +30,28 @@ def explain(p: Proposal) -> str:
         f"{p.workload.name} on {p.network.name}: {len(p.chain.hosts)} stages on {len(set(p.chain.hosts))} of "
         f"{len(devices)} devices, {p.costs.m} micro-batches of {p.workload.samples}"
     ]
+    heaviest = p.workload.stage_bytes(0, 0, 1)
     for k, h in enumerate(p.chain.hosts):
         d = devices[h]
-        held = p.workload.stage_bytes(bounds[k], bounds[k + 1], p.windows[k]).total
+        m = p.workload.stage_bytes(bounds[k], bounds[k + 1], p.windows[k])
         hop = ""
         if k < len(p.chain.cuts):
             hop = f"; to stage {k + 1}: {p.score.hop_s[k] * 1e3:.1f} ms, {p.chain.rungs[k].codec}"
         lines.append(
             f"  stage {k:2d}  {d.name:<14} {d.site:<8} atoms {bounds[k]}-{bounds[k + 1] - 1}, "
-            f"{p.score.stage_s[k] * 1e3:.1f} ms, {held / 2**30:.2f} GiB, window {p.windows[k]}{hop}"
+            f"{p.score.stage_s[k] * 1e3:.1f} ms, {m.total / 2**30:.2f} GiB, window {p.windows[k]}{hop}"
         )
-    return "\n".join(lines + [f"  {r}" for r in p.reasons])
+        heaviest = max(heaviest, m, key=lambda m: m.total)
+    return "\n".join([*lines, f"  {_memory(heaviest)}", *(f"  {r}" for r in p.reasons)])
+
+
+def _memory(m: MemoryParts) -> str:
+    gib = 2**30
+    return (
+        f"memory of the heaviest stage: weights, gradients and optimizer {m.state / gib:.2f} GiB, activations "
+        f"{m.activations / gib:.2f}, workspace {m.workspace / gib:.2f}, frames {m.outbox / gib:.2f}, snapshot copy "
+        f"{m.snapshot / gib:.2f}"
+    )
 
 
 def _headline(p: Proposal) -> str:

@@ -25,7 +25,8 @@ class AtomTimes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Device:
-    """One device of one peer. `times` (measured) overrides the prior from rates; `correction` scales either.
+    """One device of one peer. `times` (measured) overrides the prior from rates; `shape`, times of its own operators,
+    only says how what the rates promise divides over the atoms. `correction` scales any of them.
 
     site: peers said to be close (a label, may be ""); node: the machine; `upload_bytes_per_step` None: no cap;
     `accepts` False: the peer refuses stages; `confirmed` False: a newcomer that has not passed its canary yet.
@@ -45,6 +46,7 @@ class Device:
     confirmed: bool = True
     correction: float = 1.0
     times: AtomTimes | None = None
+    shape: AtomTimes | None = None
 
     @property
     def name(self) -> str:
@@ -58,17 +60,23 @@ class Device:
 
     def atom_times(self, w: Workload) -> AtomTimes:
         """Seconds per atom: max(work/rate, traffic/bandwidth) plus launches, unless measured."""
-        if self.times is not None:
-            if len(self.times.forward_s) != w.atoms:
-                raise InputError(f"peer {self.name}: {len(self.times.forward_s)} measured atoms, model has {w.atoms}")
-            fwd, bwd = self.times.forward_s, self.times.backward_s
-        else:
-            moved_s = w.forward_bytes / self.memory_bytes_per_s
-            fwd = np.maximum(w.forward_flops / self.flops_per_s, moved_s) + self.kernel_s * w.kernels
-            bwd = np.maximum(w.backward_flops / self.flops_per_s, 2 * moved_s) + 2 * self.kernel_s * w.kernels
-            if w.recompute:
-                bwd = bwd + fwd
-        return AtomTimes(forward_s=fwd * self.correction, backward_s=bwd * self.correction)
+        for known in (self.times, self.shape):
+            if known is not None and len(known.forward_s) != w.atoms:
+                raise InputError(f"peer {self.name}: {len(known.forward_s)} measured atoms, model has {w.atoms}")
+        t = self.times or self._promised(w)
+        factor = self.correction if w.heavier is None else self.correction * w.heavier
+        return AtomTimes(forward_s=t.forward_s * factor, backward_s=t.backward_s * factor)
+
+    def _promised(self, w: Workload) -> AtomTimes:
+        moved_s = w.forward_bytes / self.memory_bytes_per_s
+        fwd = np.maximum(w.forward_flops / self.flops_per_s, moved_s) + self.kernel_s * w.kernels
+        bwd = np.maximum(w.backward_flops / self.flops_per_s, 2 * moved_s) + 2 * self.kernel_s * w.kernels
+        if w.recompute:
+            bwd = bwd + fwd
+        if self.shape is None:
+            return AtomTimes(forward_s=fwd, backward_s=bwd)
+        of = float(fwd.sum() + bwd.sum()) / float(self.shape.forward_s.sum() + self.shape.backward_s.sum())
+        return AtomTimes(forward_s=self.shape.forward_s * of, backward_s=self.shape.backward_s * of)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,14 +101,15 @@ def _renamed(b: Best, keep: list[int]) -> Best:
 
 def _shortage(costs: Costs) -> str:
     room = costs.room_bytes[costs.room_bytes > 0]
-    if costs.held_bytes[-1] <= room.sum():
-        most = float(np.diff(costs.held_bytes).max())
+    whole = float(costs.stage_bytes((0, costs.w.atoms))[0])
+    if whole <= room.sum():
+        most = float(costs.stage_bytes(range(costs.w.atoms + 1)).max())
         return (
             f"no plan fits: the largest atom needs {most / 2**30:.2f} GiB and the largest peer offers "
             f"{room.max() / 2**30:.2f} GiB usable; raise memory or upload caps, or use fewer micro-batches"
         )
     return (
-        f"no plan fits: the model needs {costs.held_bytes[-1] / 2**30:.2f} GiB, the peers offer "
+        f"no plan fits: the model needs {whole / 2**30:.2f} GiB, the peers offer "
         f"{room.sum() / 2**30:.2f} GiB usable; raise memory caps, add peers or use fewer micro-batches"
     )
 

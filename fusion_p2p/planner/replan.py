@@ -10,7 +10,7 @@ import numpy as np
 from fusion_p2p.errors import InputError
 from fusion_p2p.planner.bound import lower_bound_s
 from fusion_p2p.planner.costs import Chain, Costs, Score
-from fusion_p2p.planner.durability import SNAPSHOT_BYTES_PER_PARAMETER, durability
+from fusion_p2p.planner.durability import durability
 from fusion_p2p.planner.network import Network
 from fusion_p2p.planner.proposal import Proposal
 from fusion_p2p.planner.simulate import Options, simulate
@@ -149,7 +149,7 @@ def migration_s(new: Proposal, old: Chain | None) -> float:
     if old is not None:
         owner = _owners(costs, old)
     target = _owners(costs, new.chain)
-    size = costs.w.parameters * SNAPSHOT_BYTES_PER_PARAMETER
+    size = costs.w.atom_bytes()[1]
     out, into = np.zeros(count), np.zeros(count)
     for a, b, s in zip(owner.tolist(), target.tolist(), size.tolist(), strict=True):
         if a != b and s > 0:

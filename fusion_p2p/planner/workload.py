@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion_p2p.errors import InputError
+from fusion_p2p.outboxes import UNDER_WAY_MOST_BYTES
+from fusion_p2p.settings import ADAMW_BYTES, StateBytes
 
 Floats = npt.NDArray[np.float64]
 
@@ -35,6 +37,7 @@ class Workload:
     kernels: operator launches. cut_bytes[p]: dense bytes on the wire across position p, one direction, skip edges
     included. wire_bytes_per_element: what `cut_bytes` counts for one element. `together`: groups of atoms that one
     peer must host (uses of a tied weight). `recompute`: the backward runs the forward again and keeps no stash.
+    `heavier`: seconds of each atom over what its figures promise, as real steps showed.
     """
 
     name: str
@@ -48,10 +51,12 @@ class Workload:
     recompute: bool = False
     wire_bytes_per_element: float = 4.0
     state_bytes_per_parameter: float = 16.0  # fp32 weight, gradient and two AdamW moments
+    snapshot_bytes_per_parameter: float = 12.0  # the same without the gradient
     samples: int = 1
     together: tuple[tuple[int, int], ...] = ()  # (first, last) atom, inclusive: no cut between them
     shared: tuple[SharedWeight, ...] = ()
     fixed_bytes: Floats | None = None  # memory per atom besides trainable state: frozen weights, buffers
+    heavier: Floats | None = None
 
     @property
     def atoms(self) -> int:
@@ -66,8 +71,9 @@ class Workload:
             self._check_array(name, n)
         self._check_array("forward_flops", n)
         self._check_array("cut_bytes", n + 1)
-        if self.fixed_bytes is not None:
-            self._check_array("fixed_bytes", n)
+        for name in ("fixed_bytes", "heavier"):
+            if getattr(self, name) is not None:
+                self._check_array(name, n)
         for first, last in self.together:
             if not 0 <= first <= last < n:
                 raise InputError(f"workload {self.name}: group of atoms {first}..{last} lies outside 0..{n - 1}")
@@ -94,26 +100,49 @@ class Workload:
             ok[first + 1 : last + 1] = False
         return ok
 
-    def stage_bytes(self, start: int, stop: int, window: int) -> MemoryParts:
-        """Memory of a stage of atoms start..stop-1 with `window` micro-batches in flight, by part, in bytes."""
-        state = float(self.parameters[start:stop].sum()) * self.state_bytes_per_parameter
-        if self.fixed_bytes is not None:
-            state += float(self.fixed_bytes[start:stop].sum())
+    def atom_bytes(self) -> tuple[Floats, Floats]:
+        """(what stays in memory, what a snapshot copies) of each atom, in bytes."""
+        fixed = 0.0 if self.fixed_bytes is None else self.fixed_bytes
+        return (
+            self.state_bytes_per_parameter * self.parameters + fixed,
+            self.snapshot_bytes_per_parameter * self.parameters + fixed,
+        )
+
+    def frame_bytes(self, window: int) -> Floats:
+        """Per position 0..n: most that frames across it take of one host, dense: of each micro-batch in flight one is
+        under way, in an outbox or not yet taken."""
+        out = np.minimum(window * self.cut_bytes, 2.0 * UNDER_WAY_MOST_BYTES)
+        out[[0, -1]] = 0.0
+        return out
+
+    def stage_bytes(self, start: int, stop: int, window: int, log_bytes: float = 0.0) -> MemoryParts:
+        """Memory of a stage of atoms start..stop-1 with `window` micro-batches in flight, by part, in bytes.
+
+        `log_bytes`: frames kept for a replay.
+        """
+        state, snapshot = (float(a[start:stop].sum()) for a in self.atom_bytes())
+        state += 2 * sum(w.size_bytes for w in self.shared if w.first < start <= w.last < stop)  # and its gradient
         stash = float(self.stash_bytes[start:stop].sum())
         held = window * float(self.cut_bytes[start]) + stash if self.recompute else window * stash
-        workspace = float(self.stash_bytes[start:stop].max(initial=0.0))
-        return MemoryParts(state=state, activations=held, workspace=workspace)
+        frames = self.frame_bytes(window)
+        return MemoryParts(
+            state=state,
+            activations=held,
+            workspace=float(self.stash_bytes[start:stop].max(initial=0.0)),
+            outbox=float(frames[start] + frames[stop]) + log_bytes,
+            snapshot=snapshot,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryParts:
-    """Bytes of one stage in memory, by use. `outbox` and `snapshot` are added once marks are chosen."""
+    """Bytes of one stage in memory, by use."""
 
     state: float  # weights, gradients, optimizer state
     activations: float  # held for the in-flight window
     workspace: float  # largest kernel's scratch, taken as the largest single stash
-    outbox: float = 0.0
-    snapshot: float = 0.0  # the copy taken at a mark
+    outbox: float  # frames under way at both ends, and those kept for a replay
+    snapshot: float  # the copy taken at a mark
 
     @property
     def total(self) -> float:
@@ -174,6 +203,8 @@ class AtomFigures(Protocol):
     def cut_bytes(self) -> int: ...
     @property
     def cut_weight_bytes(self) -> int: ...
+    @property
+    def heavier(self) -> float: ...
 
 
 def from_atoms(
@@ -182,7 +213,7 @@ def from_atoms(
     *,
     samples: int,
     recompute: bool = False,
-    state_bytes_per_parameter: float = 16.0,
+    state: StateBytes = ADAMW_BYTES,
     together: tuple[tuple[int, int], ...] = (),
 ) -> Workload:
     """The workload of a captured model, from its atoms at one micro-batch of `samples`; frames are fp32.
@@ -204,10 +235,12 @@ def from_atoms(
         cut_bytes=np.append(column(lambda a: a.cut_bytes), 0.0),
         recompute=recompute,
         samples=samples,
-        state_bytes_per_parameter=state_bytes_per_parameter,
+        state_bytes_per_parameter=state.resident,
+        snapshot_bytes_per_parameter=state.snapshot,
         together=together or _loops(atoms),
         shared=_shared(atoms),
         fixed_bytes=column(lambda a: max(0, a.weight_bytes - 4 * a.parameters)),
+        heavier=column(lambda a: a.heavier) if any(a.heavier != 1.0 for a in atoms) else None,
     )
     w.check()
     return w

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_p2p.errors import InputError
+from fusion_p2p.outboxes import log_bytes
 from fusion_p2p.plan import LinkCodec, Numerics
 from fusion_p2p.planner import Link
+from fusion_p2p.settings import ADAMW_BYTES
 from fusion_p2p.workload import Atom
-from peer.channel_io import log_bytes
 from peer.offers import DeviceOffer, SwarmLinks
 from peer.placement import PlanRequest, make_plan, revise, wanted_bytes
 from peer.rehost import NoRoomError, recovery_group, rehost
@@ -139,10 +140,10 @@ def test_a_lost_peers_stage_goes_to_a_spare_then_beside_another() -> None:
     costs, hosts = atoms(1, 1), offers(5.0, 5.0, 1.0)
     plan = make_plan(costs, hosts, PlanRequest(base=BASE, stages=2))
     left, lost = plan.host(0).peer, plan.host(1).peer
-    first = rehost(plan, frozenset({lost}), (1,), costs, hosts, 7.0)
+    first = rehost(plan, frozenset({lost}), (1,), costs, hosts, ADAMW_BYTES)
     assert [(p.peer, p.incarnation) for p in first.placement] == [(left, 1), (left, 2)]  # still sooner than 1.0
     hosts[2] = DeviceOffer(peer="peer2", flops_per_s=5.0, memory_bytes=ROOM)
-    second = rehost(plan, frozenset({lost}), (1,), costs, hosts, 7.0)
+    second = rehost(plan, frozenset({lost}), (1,), costs, hosts, ADAMW_BYTES)
     assert [(p.peer, p.incarnation) for p in second.placement] == [(left, 1), ("peer2", 2)]
     assert second.numerics == plan.numerics and second.number == plan.number + 1
     assert f"{lost} was lost" in second.reasons[-1]
@@ -152,21 +153,21 @@ def test_a_lost_stage_goes_to_the_leaders_nominee_if_it_is_free_and_has_room() -
     costs, hosts = atoms(1, 1), offers(5.0, 5.0, 9.0, 2.0)
     plan = make_plan(costs, hosts[:2], PlanRequest(base=BASE, stages=2))
     lost = plan.host(1).peer
-    assert rehost(plan, frozenset({lost}), (1,), costs, hosts, 7.0).host(1).peer == "peer2"
-    assert rehost(plan, frozenset({lost}), (1,), costs, hosts, 7.0, ("peer3",)).host(1).peer == "peer3"
+    assert rehost(plan, frozenset({lost}), (1,), costs, hosts, ADAMW_BYTES).host(1).peer == "peer2"
+    assert rehost(plan, frozenset({lost}), (1,), costs, hosts, ADAMW_BYTES, ("peer3",)).host(1).peer == "peer3"
     costs, hosts = atoms(1, 1), offers(5.0, 5.0, 9.0, 2.0, 3.0)
     for proposed in (("peer3", "peer4"), ("peer4", "peer3")):  # the first, not the fastest of them
-        assert rehost(plan, frozenset({lost}), (1,), costs, hosts, 7.0, proposed).host(1).peer == proposed[0]
+        assert rehost(plan, frozenset({lost}), (1,), costs, hosts, ADAMW_BYTES, proposed).host(1).peer == proposed[0]
     busy = (plan.host(0).peer, "gone")  # proposed, but not free or not there
-    assert rehost(plan, frozenset({lost}), (1,), costs, hosts, 7.0, busy).host(1).peer == "peer2"
+    assert rehost(plan, frozenset({lost}), (1,), costs, hosts, ADAMW_BYTES, busy).host(1).peer == "peer2"
 
 
 def test_no_room_for_a_lost_stage_is_named() -> None:
     costs, hosts = atoms(1, 1, weight=100), offers(1.0, 1.0, memory=1000)
     plan = make_plan(costs, hosts, PlanRequest(base=BASE))
     with pytest.raises(NoRoomError, match="for stage 1") as refused:
-        rehost(plan, frozenset({plan.host(1).peer}), (1,), costs, hosts, 7.0)
-    assert (refused.value.stage, refused.value.need_bytes) == (1, stage_bytes(plan, 1, costs, 7.0))
+        rehost(plan, frozenset({plan.host(1).peer}), (1,), costs, hosts, ADAMW_BYTES)
+    assert (refused.value.stage, refused.value.need_bytes) == (1, stage_bytes(plan, 1, costs, ADAMW_BYTES))
 
 
 def test_what_each_wanted_volunteer_should_offer() -> None:
@@ -186,7 +187,9 @@ def test_recovery_groups_follow_the_logs() -> None:
     plan = msgspec.structs.replace(plan, placement=unlogged)
     assert recovery_group(plan, [2], chain) == (0, 1, 2)
     assert recovery_group(plan, [3], chain) == (3,)
-    moved = rehost(plan, frozenset({plan.host(2).peer}), (0, 1, 2), atoms(*[1.0] * 8), offers(1.0, 1.0, 1.0, 1.0), 7.0)
+    moved = rehost(
+        plan, frozenset({plan.host(2).peer}), (0, 1, 2), atoms(*[1.0] * 8), offers(1.0, 1.0, 1.0, 1.0), ADAMW_BYTES
+    )
     assert [p.incarnation for p in moved.placement] == [2, 2, 2, 1]
 
 
@@ -211,7 +214,7 @@ def test_a_stage_that_moves_to_a_smaller_device_keeps_no_log_that_does_not_fit()
     lost = plan.host(1).peer
     for memory, logged in ((4 << 30, True), (2 << 30, False)):
         there = [d if d.peer in (lost, plan.host(0).peer) else replace(d, memory_bytes=memory) for d in devices]
-        moved = rehost(plan, frozenset({lost}), (1,), model, there, 7.0)
+        moved = rehost(plan, frozenset({lost}), (1,), model, there, ADAMW_BYTES)
         assert moved.host(1).peer == plan.spares[0] and moved.host(1).logged is logged
 
 
@@ -346,7 +349,7 @@ def test_stages_go_to_devices_of_the_runs_class_only() -> None:
     plan = make_plan(atoms(*[1.0] * 6), mixed, PlanRequest(base=on_cuda, every_device=True))
     assert {p.device for p in plan.placement} == {"cuda:0", "cuda:1"} and plan.numerics.device_class == "cuda"
     with pytest.raises(InputError, match="no volunteer has"):  # the CPU is no refuge
-        rehost(plan, frozenset({"peer0", "peer2"}), (), atoms(*[1.0] * 6), mixed, 7.0)
+        rehost(plan, frozenset({"peer0", "peer2"}), (), atoms(*[1.0] * 6), mixed, ADAMW_BYTES)
     only_cpu = make_plan(atoms(*[1.0] * 6), mixed, PlanRequest(base=BASE))
     assert {p.device for p in only_cpu.placement} == {"cpu"}
     with pytest.raises(InputError, match=r"computes on cpu, the volunteers offer cuda.*numerics\.device_class"):

@@ -74,8 +74,7 @@ def test_what_a_stage_takes_from_the_beginning_is_its_pieces_own() -> None:
     rates.hear({A: 2.0, B: 2.0, C: 2.0})
     assert rates.shape((0, 1, 3, 4), placed, {0: 2.0, 1: 12.0, 2: 2.0}, {0: 1.0, 1: 2.0, 2: 1.0})
     scaled = rates.scaled(atoms(4))
-    assert [a.forward_flops for a in scaled] == [100, 300, 300, 100]
-    assert [a.kernels for a in scaled] == [1, 3, 3, 1] and {a.cut_bytes for a in scaled} == {7}
+    assert [a.heavier for a in scaled] == [1, 3, 3, 1] and {a.cut_bytes for a in scaled} == {7}
     assert [rates.of(k) for k in (A, B, C)] == [2.0, 2.0, 2.0]
     assert not rates.shape((0, 4), {0: A}, {0: 50.0}, {0: 1.0})  # one stage: nothing to compare with
 

@@ -56,7 +56,7 @@ def random_problem(seed: int, peers: int, atoms: int, ladder: str, micro_batches
             peer=f"p{i}",
             flops_per_s=float(speed[i]),
             memory_bytes_per_s=5e11,
-            memory_bytes=float(rng.uniform(0.3, 3.0)) * 16 * float(w.parameters.sum()),
+            memory_bytes=float(rng.uniform(0.3, 3.0)) * 28 * float(w.parameters.sum()),
         )
         for i in range(peers)
     )

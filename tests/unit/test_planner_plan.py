@@ -155,7 +155,7 @@ def test_from_atoms_sizes_tied_weights() -> None:
         weights: tuple[str, ...] = ()
         owned: tuple[str, ...] = ()
         parameters, weight_bytes, forward_flops, backward_flops, forward_bytes = 10, 48, 100, 200, 50
-        stash_bytes, kernels, cut_bytes, cut_weight_bytes = 5, 1, 4, 0
+        stash_bytes, kernels, cut_bytes, cut_weight_bytes, heavier = 5, 1, 4, 0, 1.0
 
         def __init__(self, weights: tuple[str, ...], across: int) -> None:
             self.weights, self.cut_weight_bytes = weights, across
@@ -170,7 +170,7 @@ def test_an_unrolled_loop_is_never_cut() -> None:
     class Atom:
         owned: tuple[str, ...] = ()
         parameters, weight_bytes, forward_flops, backward_flops, forward_bytes = 10, 48, 100, 200, 50
-        stash_bytes, kernels, cut_bytes, cut_weight_bytes = 5, 1, 4, 400
+        stash_bytes, kernels, cut_bytes, cut_weight_bytes, heavier = 5, 1, 4, 400, 1.0
 
         def __init__(self, *weights: str) -> None:
             self.weights = weights

@@ -21,7 +21,7 @@ def tied_problem(seed: int, peers: int) -> Costs:
     rng, last = np.random.default_rng(seed), c.w.atoms - 1
     shared = SharedWeight(0, last, float(rng.choice([1e5, 1e6, 1e7, 1e8]))), SharedWeight(0, last // 2, 2e6)
     w = replace(c.w, shared=shared)
-    whole = 16 * float(w.parameters.sum())
+    whole = w.stage_bytes(0, w.atoms, c.m).total
     devices = tuple(replace(d, memory_bytes=float(rng.uniform(0.45, 0.9)) * whole) for d in c.net.devices)
     return Costs(w, replace(c.net, devices=devices), c.m, c.ladder)
 

@@ -229,10 +229,7 @@ class Executor:
         hosted = self._hosted.get((message.run, message.stage))
         if hosted is None or hosted.links is None:
             return
-        is_new = message.epoch > hosted.links.epoch
         hosted.links.update(message.endpoints, message.plan, epoch=message.epoch)
-        if is_new and (what := hosted.stage.suspicion) is not None:  # said to a trainer that is no more
-            hosted.on_suspicion(what)
 
     # --- and goes
 

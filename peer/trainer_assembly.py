@@ -218,6 +218,21 @@ class Assembly:
         self._wanted = frozenset()  # who comes back later with a stage of that plan holds what lives elsewhere by then
         return {p.stage: why for p, why in zip(plan.placement, reasons, strict=True) if why}
 
+    async def take_back(self, plan: Plan, peer: str) -> bool | None:
+        """Open a stream again to a host of `plan` whose last one ended. Whether it has its stages as they were; None
+        if it does not answer, or with a refusal."""
+        mine = frozenset((p.peer, p.stage, p.incarnation) for p in plan.placement if p.peer == peer)
+        self._wanted |= mine
+        try:
+            async with asyncio.timeout(ADOPT_S):
+                host = await self._host(peer)
+        except (TimeoutError, RefusedError, HostLost, DhtError):
+            return None
+        finally:
+            self._wanted -= mine
+        held = host.welcome.held if host.welcome is not None else ()
+        return mine <= {(peer, h.stage, h.incarnation) for h in held}
+
     def endpoints(self) -> tuple[Endpoint, ...]:
         """Where every stage and the trainer live now."""
         stages = (

@@ -195,6 +195,8 @@ class Host:
             raise self._lose(f"{what} did not come within {timeout_s:.0f} s") from None
         finally:
             table.pop(key, None)
+            if waiter.done() and not waiter.cancelled():
+                waiter.exception()  # seen, if sending failed already
 
     async def _read(self) -> None:
         assert self._stream is not None

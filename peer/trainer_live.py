@@ -217,6 +217,11 @@ class Live:
         self.exclude(peer, AFTER_LOSS_S)
         self.lose(peer, reason)
 
+    def cut_off(self) -> list[str]:
+        """Lost hosts of which no more is known than that their control stream ended: they may live."""
+        linked, soon = self.assembly.linked, time.monotonic() + AFTER_LOSS_S
+        return [peer for peer in self.lost if peer not in linked and self.excluded.get(peer, 0.0) <= soon]
+
     def keep(self, peer: str) -> None:
         """A host whose stages nobody takes goes on serving."""
         self.may_stay.discard(peer)

@@ -1,4 +1,8 @@
-"""Losses: a lost stage's recovery group is rebuilt from the newest complete set and fed again (DESIGN section 2)."""
+"""Losses: a lost stage's recovery group is rebuilt from the newest complete set and fed again (DESIGN section 2).
+
+Where nobody has room for a lost host's stages it is asked itself: a trainer that slept, or whose network was away,
+finds its hosts where they were.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,7 @@ class Repair:
                     if why != said:
                         live.say("wanted", why, stage=error.stage, wanted_peers=1, wanted_bytes=error.need_bytes)
                         said = why
+                    await self._take_back()
                 look = True
                 for peer in [peer for peer in live.lost if why and peer in live.may_stay]:
                     live.say("moving", f"{peer[-8:]} keeps its stages: {why}", peer=peer)
@@ -79,6 +84,24 @@ class Repair:
             await live.swarm.offers()
         async with live.placing:
             return await self._put_elsewhere(frozenset(live.lost)) if live.lost or live.anew else ""
+
+    async def _take_back(self) -> None:
+        """Lost hosts that answer again go on; all begin anew if one has not kept its stages."""
+        live = self._live
+        async with live.placing:
+            plan, peers = live.now.plan, live.cut_off()
+            found = await asyncio.gather(*(live.assembly.take_back(plan, peer) for peer in peers))
+            back = {peer: has for peer, has in zip(peers, found, strict=True) if has is not None}
+            for peer, has in back.items():
+                if not has:
+                    live.begin_anew(f"{peer[-8:]} answers again, without its stages")
+                for k in self._stages_of(peer) if has else ():
+                    text = f"stage {k} goes on at {peer[-8:]}, which answers again"
+                    live.say("recovered", text, peer=peer, stage=k)
+                del live.lost[peer]
+                live.excluded.pop(peer, None)
+            if back and not live.lost and not live.anew:
+                await self._adopt(plan)
 
     async def _put_elsewhere(self, gone: frozenset[str]) -> str:
         live, now = self._live, self._live.now

@@ -264,7 +264,8 @@ class SetKeeper:
                 raise BlobError(f"no snapshot at tick {tick} from stages {stages} within {MARK_TIMEOUT_S:.0f} s")
             errors = {k: f.exception() for k, (_, f) in waiting.items()}
             for k, error in errors.items():
-                if isinstance(error, HostLost) and marked.made[k] is waiting[k]:  # not replaced meanwhile
+                replaced = marked.made[k] is not waiting[k]
+                if isinstance(error, HostLost) and not replaced and error.peer not in live.assembly.linked:
                     live.lose(error.peer, error.reason)
             await live.whole.wait()
             if all(marked.made[k] is made for k, made in waiting.items()):

@@ -85,6 +85,8 @@ class HostedStage:
     hosts: dict[int, str] = field(default_factory=dict)  # stage -> peer, as the plan says
     snapshots: dict[int, str] = field(default_factory=dict)
     status: StageStatus | None = None
+    suspect: Suspect | None = None  # what it holds back
+    told: Session | None = None  # who has heard of it
 
 
 class Volunteer:
@@ -223,6 +225,11 @@ class Volunteer:
             named = {e.peer for e in message.endpoints}
             stage.peers = frozenset(named | {session.cert.trainer_peer, *message.buddies})
             stage.hosts = {e.stage: e.peer for e in message.endpoints}
+            if stage.suspect is not None and stage.told is not session:  # said to a stream that is no more
+                stage.told = session
+                session.post(stage.suspect)
+        if isinstance(message, Pass):
+            stage.suspect = None
         if isinstance(message, Trim):
             for tick in [t for t in stage.snapshots if t < message.tick]:
                 self._discard(stage.snapshots.pop(tick))
@@ -267,7 +274,12 @@ class Volunteer:
                 if stage is not None and not stage.accepted:
                     self._forget((message.run, message.stage))
                     self._post(message.run, message)
-            case Marked() | Suspect():
+            case Marked():
+                self._post(message.run, message)
+            case Suspect():
+                stage = self.stages.get((message.run, message.stage))
+                if stage is not None:
+                    stage.suspect, stage.told = message, self.sessions.get(message.run)
                 self._post(message.run, message)
             case Snapshotted():
                 stage = self.stages.get((message.run, message.stage))

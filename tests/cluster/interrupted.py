@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.cluster.trainer_process import small_run, start, wait_for_line
+from tests.cluster.trainer_process import rest_of, small_run, start, wait_for_line
 
 # What the trainer says when a phase begins.
 PHASES = {
@@ -31,7 +31,7 @@ class End:
     left: list[psutil.Process]
 
 
-def interrupt(place: Path, phase: str, *, frozen: bool = False, timeout_s: float = 30.0) -> End:
+def interrupt(place: Path, phase: str, *, frozen: bool = False, timeout_s: float = 120.0) -> End:
     """`frozen`: its volunteers do not answer any more when the signal comes."""
     small_run(place)
     with start(place, "train", "run.toml", "--local", "2", "--steps", "100000") as trainer:
@@ -41,7 +41,7 @@ def interrupt(place: Path, phase: str, *, frozen: bool = False, timeout_s: float
             process.suspend()
         begin = time.monotonic()
         trainer.send_signal(signal.SIGINT)
-        said = trainer.communicate(timeout=timeout_s)[0]
+        said = rest_of(trainer, timeout_s)
         seconds = time.monotonic() - begin
     _, left = psutil.wait_procs(family, timeout=timeout_s)
     return End(trainer.returncode, seconds, said, left)

@@ -9,22 +9,33 @@ from pathlib import Path
 import psutil
 import pytest
 
+from peer.interrupts import END_S
 from peer.lab.local_swarm import OwnDevice
 from tests.cluster.interrupted import PHASES, interrupt
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize(("phase", "frozen"), [(p, False) for p in PHASES if p != "training"] + [("training", True)])
 def test_ctrl_c_in_each_phase(place: Path, phase: str, frozen: bool) -> None:
-    """Fixture `place` sees to it that no process and no temporary file is left."""
+    """Fixture `place` sees to it that no process and no temporary file is left.
+
+    On a machine that is too busy for it the end comes END_S after the signal without more words; and what is heard as
+    the beginning of a phase may be over when the signal arrives.
+    """
     end = interrupt(place, phase, frozen=frozen)
     assert end.code == 130, end.said
-    hint = "fusion-run resume runs/cats" if phase in ("training", "saving") else "nothing was trained yet"
-    [line] = [line for line in end.said.splitlines() if "ended by Ctrl-C" in line]
-    assert hint in line
     assert not end.left
-    assert (place / "runs" / "cats" / "spec.json").exists() == (phase in ("training", "saving"))
+    [line] = [line for line in end.said.splitlines() if "ended by Ctrl-C" in line]
+    if line.endswith("at once"):
+        assert end.seconds >= END_S
+        return
+    kept = (place / "runs" / "cats" / "spec.json").exists()
+    assert ("fusion-run resume runs/cats" if kept else "nothing was trained yet") in line
+    if phase in ("training", "saving"):
+        assert kept
+    elif kept:  # the first set is there once all stages are placed
+        assert phase == "placing" or PHASES["placing"] in end.said, end.said
 
 
 def test_a_trainers_own_device_that_is_given_up_while_it_starts_ends(

@@ -24,13 +24,13 @@ from peer.lab.undisturbed import undisturbed_weights
 from peer.models import build_model, context_of
 from peer.numeric_log import read
 from peer.signing import new_session_key, sign
-from tests.cluster.trainer_process import SMALL, fusion_run, refused, script, small_run, start, wait_for_line
+from tests.cluster.trainer_process import SMALL, fusion_run, refused, rest_of, script, small_run, start, wait_for_line
 from tests.cluster.volunteer_process import Peer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_gpt2_toml(place: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_paused_run_goes_on_as_if_nothing_had_been(place: Path) -> None:
     with trainer:
         wait_for_line(trainer, "^step ")
         assert "noted by the trainer" in fusion_run(place, "pause", "cats")
-        rest = trainer.communicate(timeout=60)[0]
+        rest = rest_of(trainer)
     assert trainer.returncode == 0 and "fusion-run resume runs/cats" in rest
     [listed] = json.loads(fusion_run(place, "list", "--json"))
     assert (listed["phase"], listed["running"]) == ("paused", False)
@@ -130,7 +130,7 @@ def test_the_life_of_a_run(place: Path) -> None:
         assert float(wait_for_line(trainer, "^step ").split()[3]) < report["steps"][0]["loss"] - 0.02
         wait_for_line(trainer, r"^step .* to go, .* to send")
         assert "noted by the trainer" in fusion_run(place, "stop", "kittens")
-        rest = trainer.communicate(timeout=120)[0]
+        rest = rest_of(trainer)
     assert trainer.returncode == 0 and "loss over steps" in rest and "sample:" in rest
     phases = {r["name"]: r["phase"] for r in json.loads(fusion_run(place, "list", "--json"))}
     assert phases == {"cats": "done", "kittens": "done"}

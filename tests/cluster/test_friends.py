@@ -15,7 +15,7 @@ from tests.cluster.volunteer_process import Peer
 DOC = (ROOT / "examples" / "friends.md").read_text()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_three_houses_train_together(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def command(line: str, module: str, *more: str) -> str:
         """Runs a line of the document as Ada, with `more` behind it."""

@@ -20,7 +20,7 @@ from tests.netlab.network import Internet, unavailable
 from tests.netlab.train_once import MICRO, SAMPLES
 
 WHY_NOT = unavailable()
-pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it is")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it is")]
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -57,11 +57,11 @@ class Node:
     def status(self) -> dict[str, Any]:
         out = subprocess.run(
             [sys.executable, "-m", "peer.cli_peer", "status", "--json", "--home", str(self.home)],
-            check=True, capture_output=True, text=True, cwd=ROOT, timeout=30,
+            check=True, capture_output=True, text=True, cwd=ROOT, timeout=120,
         )  # fmt: skip
         return dict(json.loads(out.stdout))
 
-    def until(self, what: str, wanted: Any, timeout_s: float = 60.0) -> None:
+    def until(self, what: str, wanted: Any, timeout_s: float = 200.0) -> None:
         """Its status says so."""
         end = time.monotonic() + timeout_s
         while (found := self.status()[what]) != wanted and not (isinstance(found, list) and len(found) == wanted):
@@ -70,13 +70,13 @@ class Node:
 
     def end(self, number: int = signal.SIGKILL) -> None:
         self.process.send_signal(number)
-        self.process.wait(30)
+        self.process.wait(120)
 
     def close(self) -> None:
         if self.process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.terminate()
-                self.process.wait(15)
+                self.process.wait(60)
             self.process.kill()
         self.process.wait()
         self._ready.close()

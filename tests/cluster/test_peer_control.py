@@ -50,7 +50,7 @@ from peer.ratelimit import Limiter
 from peer.trainer_host import Host, RunPaused
 from tests.cluster.volunteer_process import Peer
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 OWNER = signing.new_session_key()
 Volunteer = tuple[Peer, dict[str, Any]]
 
@@ -172,7 +172,7 @@ async def serving(host: Host) -> AsyncIterator[asyncio.Task[None]]:
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             await coroutine
 
     asyncio.run(bounded())
@@ -351,4 +351,4 @@ def test_leaving_tells_the_trainer(volunteer: Volunteer, tmp_path: Path) -> None
                 assert [f.code for f in t.faults] == ["leaving"]
 
     run(main())
-    assert process.process.wait(30) == 0
+    assert process.process.wait(120) == 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 240.0
+TIMEOUT_S = 600.0
 
 SMALL = """
 [run]
@@ -107,3 +109,17 @@ def wait_for_line(trainer: subprocess.Popen[str], pattern: str) -> str:
         if re.search(pattern, line):
             return line
     raise AssertionError(f"the trainer ended with {trainer.wait(10)} before {pattern!r}: {''.join(said)[-3000:]}")
+
+
+def rest_of(trainer: subprocess.Popen[str], timeout_s: float = 240.0) -> str:
+    """All that it says from here to its end. (`communicate` would lose what `wait_for_line` has in its buffer.)"""
+    assert trainer.stdout is not None
+    too_long = threading.Timer(timeout_s, trainer.kill)
+    too_long.start()
+    try:
+        said = trainer.stdout.read()
+        trainer.wait()
+    finally:
+        too_long.cancel()
+    assert trainer.returncode != -signal.SIGKILL, f"no end within {timeout_s:g} s: {said[-3000:]}"
+    return said

@@ -25,7 +25,7 @@ from peer import trainer_assembly
 from peer.blobs import serve_blobs
 from peer.channel_io import ChannelSettings
 from peer.events import Happening, RunEvent, StepResult
-from peer.protocol import Accepted, Refused, StageFault
+from peer.protocol import CONTROL, Accepted, Refused, StageFault
 from peer.ratelimit import Limiter
 from peer.signing import make_run_spec, new_session_key
 from peer.trainer import Trainer
@@ -375,6 +375,41 @@ def test_a_lost_stage_is_rebuilt_from_the_set(captured: Captured, tmp_path: Path
             assert {"lost", "recovered"} <= set(lab.kinds())
             moved = [p.stage for p in trainer.plan.placement if p.incarnation > 1]
             assert moved == ([lost] if marks else [0, 1, 2])
+
+    asyncio.run(main())
+
+
+@MINUTE
+@pytest.mark.parametrize("beside", ["", "one is dead", "one has lost its stage"])
+def test_a_trainer_that_was_away_finds_its_hosts_where_they_were(
+    captured: Captured, tmp_path: Path, beside: str
+) -> None:
+    """Every control stream ends at once, as after a trainer has slept; nobody else could take the stages."""
+
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        await lab.fill(3)
+        async with lab.trainer(3) as trainer:
+
+            async def fate(step: int) -> None:
+                if step == 3:
+                    await trainer.save(b"at 4")
+                if step == 6:
+                    if beside == "one is dead":
+                        await lab.host(trainer, 1).kill()
+                    if beside == "one has lost its stage":
+                        await lab.host(trainer, 1)._drop(1)
+                    for pipe in [p for p in lab.network.pipes if p.protocol == CONTROL]:
+                        pipe.cut()
+
+            losses = await lab.train(trainer, 0, 10, fate)
+            want = expected(captured, trainer.plan.numerics.cuts, 10)
+            assert losses == want[0] and await lab.hash(trainer, 10) == want[1]
+            made_anew = [p.stage for p in trainer.plan.placement if p.incarnation > 1]
+            assert made_anew == {"": [], "one has lost its stage": [0, 1, 2]}.get(beside, made_anew)
+            assert (1 in made_anew) == bool(beside)
+        said = [h.text for h in lab.heard if isinstance(h, RunEvent) and h.kind == "recovered"]
+        assert any("answers again" in text for text in said)
 
     asyncio.run(main())
 

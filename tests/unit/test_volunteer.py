@@ -9,8 +9,10 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from fusion_p2p.frame import Kind
 from fusion_p2p.plan import Numerics
 from fusion_p2p.settings import OptimizerSpec
+from fusion_p2p.suspicion import FrameId, Suspicion
 from peer import signing
 from peer.blobs import BlobStore
 from peer.errors import RefusedError
@@ -21,13 +23,16 @@ from peer.protocol import (
     Accepted,
     Assignment,
     BlobRef,
+    Connect,
     Drop,
     Mark,
+    Pass,
     Refused,
     SessionCert,
     Signed,
     Snapshotted,
     StageOffer,
+    Suspect,
     Trim,
 )
 from peer.volunteer import SNAPSHOTS_KEPT, Volunteer
@@ -186,6 +191,28 @@ def test_a_trainer_that_was_put_out_commands_nothing(scene: Scene) -> None:
     assert len(scene.executors["cpu"].sent) == sent and scene.volunteer.stages
     asyncio.run(scene.volunteer.offer(new, new.offer("0" * 64)))
     assert isinstance(scene.executors["cpu"].sent[-1], HostStage)
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_what_a_stage_holds_back_is_told_to_each_session_once(scene: Scene, epoch: int) -> None:
+    """The stream that it was said to may have ended unread: a trainer that comes back hears it when it connects."""
+    first, again = (trainer := PlayedTrainer()), PlayedTrainer(run_of=trainer, epoch=epoch)
+    if epoch == 1:
+        again.cert, again.key = first.cert, first.key
+    scene.host(first, "0" * 64)
+    frame = FrameId(int(Kind.ACT), 0, 0, 1, 0)
+    held = Suspect(run=first.spec.run, stage=0, incarnation=0, what=Suspicion(frame, b"d" * 16, 1e9, 1.0))
+    scene.volunteer.on_message(held)
+    scene.volunteer.part(first)
+    scene.volunteer.admit(again)
+    connect = Connect(run=first.spec.run, plan=1, stage=0, endpoints=())
+    for _ in range(2):
+        scene.command(again, connect)
+    assert [s.heard.count(held) for s in (first, again)] == [1, 1]
+    scene.command(again, Pass(run=first.spec.run, stage=0, frame=frame))
+    scene.volunteer.admit(PlayedTrainer(run_of=first, epoch=3))
+    scene.command(scene.volunteer.sessions[first.spec.run], connect)  # type: ignore[arg-type]
+    assert held not in scene.volunteer.sessions[first.spec.run].heard  # type: ignore[attr-defined]
 
 
 def test_a_stage_that_moves_to_another_device_leaves_the_first(scene: Scene) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fusion_p2p.codec import parse
 from fusion_p2p.errors import FrameError
@@ -34,6 +36,35 @@ def test_the_confinement_refuses_memory_beyond_its_room() -> None:
             np.empty(4 * ROOM_BYTES, dtype=np.uint8)
         with pytest.raises(RuntimeError, match="allocate memory"):
             torch.empty(4 * ROOM_BYTES, dtype=torch.uint8)
+
+
+GOOD = {(name, shape): frames(name, shape, torch.float32, 5) for name in NAMES for shape in ((50, 7), (64, 64))}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    edge=st.sampled_from(sorted(GOOD)),
+    backward=st.booleans(),
+    keep=st.integers(0, 120),
+    body=st.binary(max_size=400),
+    skip=st.integers(0, 400),
+)
+def test_any_bytes_behind_any_part_of_a_good_frame(
+    edge: tuple[str, tuple[int, ...]], backward: bool, keep: int, body: bytes, skip: int
+) -> None:
+    """A good beginning, bytes of any kind, and what a good frame has `skip` bytes further on."""
+    (name, shape), (forward, back, aux) = edge, GOOD[edge]
+    good = back if backward else forward
+    payload, codec = good[:keep] + body + good[keep + skip :], parse(name)
+    try:
+        if backward:
+            y = codec.decode_backward(payload, shape, torch.float32, aux, KEY)
+        else:
+            y, _ = codec.decode_forward(payload, shape, torch.float32, KEY)
+    except FrameError as error:
+        assert "\n" not in str(error) and len(str(error)) < 300
+    else:
+        assert (tuple(y.shape), y.dtype) == (shape, torch.float32)
 
 
 @pytest.mark.timeout(600)

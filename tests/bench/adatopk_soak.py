@@ -35,8 +35,8 @@ from tests.bench import adatopk_record as record
 from tests.bench.rows import Row, at_most
 
 FILE = record.RESULTS / "adatopk_scratch.json"
-POLICIES, SEEDS = ("none", "adatopk"), (0, 1, 2, 3)
-STEPS, STAGES = 2000, 4
+STEPS, STAGES, SEEDS = 2000, 4, (0, 1, 2, 3)
+RUNS = (("none", STEPS), ("adatopk", STEPS), ("none", STEPS // 2))  # the last: what compression has to be worth
 WIDTH, LAYERS, HEADS, CONTEXT = 64, 4, 4, 64
 MICRO_BATCH, MICRO_BATCHES = 8, 2
 # Stages 0 and 1 here, 2 and 3 there; a home's uplink between the sites; a stage takes 40 ms a micro-batch.
@@ -51,6 +51,7 @@ class Scratch:
 
     compression: str
     seed: int
+    steps: int
     codecs: dict[str, str]
     loss: float
     norms: list[float]
@@ -149,7 +150,9 @@ def from_scratch(compression: str, steps: int, tokens: int = HELD_OUT, seed: int
     loss = small.evaluate(model, held, None, 0, tokens)
     names = {f"{c.src}-{c.dst}": c.rung.codec for c in choices}
     norms = _norms(model, _batch(np.random.default_rng(5), held, 64)["x"])
-    return Scratch(compression, seed, names, loss, norms, watch.findings, curve, sent, spent_s, 1, record.today())
+    return Scratch(
+        compression, seed, steps, names, loss, norms, watch.findings, curve, sent, spent_s, 1, record.today()
+    )
 
 
 def _norms(model: small.Gpt, x: torch.Tensor) -> list[float]:
@@ -168,31 +171,32 @@ def spec() -> str:
     return record.spec(*task, [(c.src, c.dst, c.rung.codec) for c in _choices("adatopk")])
 
 
-def _path(compression: str, seed: int) -> Path:
-    return record.LOCAL / f"scratch-{compression}-{seed}-{spec()}.json"
+def _path(compression: str, seed: int, steps: int) -> Path:
+    return record.LOCAL / f"scratch-{compression}-{seed}-{steps}-{spec()}.json"
 
 
-def held(compression: str, seed: int) -> Scratch | None:
-    """A whole run's result, as measured here, else as recorded; None where there is none."""
-    path = _path(compression, seed)
+def held(compression: str, seed: int, steps: int = STEPS) -> Scratch | None:
+    """A run's result, as measured here, else as recorded; None where there is none."""
+    path = _path(compression, seed, steps)
     if path.exists():
         return Scratch(**json.loads(path.read_text()))
-    found = (r for r in record.read(FILE, spec()) if (r["compression"], r["seed"]) == (compression, seed))
+    wanted = compression, seed, steps
+    found = (r for r in record.read(FILE, spec()) if (r["compression"], r["seed"], r["steps"]) == wanted)
     return next((Scratch(**r) for r in found), None)
 
 
-def trained(compression: str, seed: int) -> Scratch:
+def trained(compression: str, seed: int, steps: int = STEPS) -> Scratch:
     """The run's result; trains if there is none."""
-    found = held(compression, seed)
+    found = held(compression, seed, steps)
     if found is None:
-        found = from_scratch(compression, STEPS, seed=seed)
-        record.keep(_path(compression, seed), asdict(found))
+        found = from_scratch(compression, steps, seed=seed)
+        record.keep(_path(compression, seed, steps), asdict(found))
     return found
 
 
 def write() -> int:
     """Records every whole run there is, curves thinned; how many."""
-    found = [r for s in SEEDS for c in POLICIES if (r := held(c, s)) is not None]
+    found = [r for s in SEEDS for c, steps in RUNS if (r := held(c, s, steps)) is not None]
     record.write(FILE, spec(), f"{STEPS} steps from scratch, {HELD_OUT} held-out tokens", [_thin(r) for r in found])
     return len(found)
 
@@ -218,13 +222,18 @@ def judged(dense: Scratch, ours: Scratch, when: str) -> Iterator[Row]:
 
 def scratch_rows() -> Iterator[Row]:
     """Of every seed that is recorded for this code."""
-    pairs = [(held("none", s), held("adatopk", s)) for s in SEEDS]
-    if pairs[0][0] is None or pairs[0][1] is None:
+    if None in (held("none", SEEDS[0]), held("adatopk", SEEDS[0])):
         todo = "not measured on this code: python -m tests.bench.adatopk_soak"
         yield Row(f"{STEPS} steps from scratch with the default policy", todo, "<= 2%", False)
-    for dense, ours in pairs:
-        if dense is not None and ours is not None:
-            yield from judged(dense, ours, record.when([dense.measured, ours.measured], fresh=False))
+    for seed in SEEDS:
+        dense, ours, half = (held(c, seed, steps) for c, steps in RUNS)
+        if dense is None or ours is None:
+            continue
+        when = record.when([dense.measured, ours.measured], fresh=False)
+        yield from judged(dense, ours, when)
+        if half is not None:
+            case = f"dense in half the steps, seed {seed} ({when}): loss over dense, which twice the speed has to beat"
+            yield Row(case, f"{100 * (half.loss / dense.loss - 1):.3g}%", "reported", None)
 
 
 def soak_rows() -> Iterator[Row]:
@@ -238,9 +247,12 @@ def soak_rows() -> Iterator[Row]:
 def main(only: list[str]) -> int:
     torch.set_num_threads(1)
     for seed in [int(s) for s in only] or SEEDS[:1]:
-        for compression in POLICIES:
-            r = trained(compression, seed)
-            print(f"{compression} seed {seed} {r.codecs}: loss {r.loss:.4f}, {r.cpu_s:.0f} CPU seconds", flush=True)
+        for compression, steps in RUNS:
+            r = trained(compression, seed, steps)
+            print(
+                f"{compression} seed {seed}, {steps} steps, {r.codecs}: loss {r.loss:.4f}, {r.cpu_s:.0f} CPU seconds",
+                flush=True,
+            )
     print(f"{write()} runs are recorded in {FILE.name}")
     return 0
 

@@ -1,8 +1,10 @@
 """`topk-masked:D[/B]`: Top-K whose gradient travels at the forward mask: the exact gradient of the masked network.
 
 Forward: channel means, and of what is left the largest: gap-coded indices and 4-bit logarithmic values. Backward: a
-hash of the mask and B-bit unbiased rotated values (4 unless named), no indices; `include_indices(aux)` adds them. A
-receiver whose mask differs (it was rebuilt on hardware that rounds otherwise) raises EndsDiffer.
+hash of the mask, B-bit unbiased rotated values (4 unless named) and the channel means of the gradient beside the mask,
+which is what the forward means pass on; no indices, `include_indices(aux)` adds them. Without those means a bias before
+the cut sees a part of its gradient only, and activations grow. A receiver whose mask differs (it was rebuilt on
+hardware that rounds otherwise) raises EndsDiffer.
 """
 
 from __future__ import annotations
@@ -114,18 +116,19 @@ class TopKMasked(Codec):
         values = _log_decode(reader, k, self.device)
         reader.done()
         indices = torch.from_numpy(host).to(self.device)
-        x = self._scatter(indices, values, shape)
-        if mean is not None:
-            x = channels.from_rows(channels.to_rows(x) + mean, shape)
-        return x, Mask(indices, _digest(host))
+        return self._with_mean(self._scatter(indices, values, shape), mean), Mask(indices, _digest(host))
 
     def _encode_backward(self, g: torch.Tensor, aux: Aux, key: FrameKey) -> wire.Body:
         flat, n = g.view(-1), g.numel()
         if not isinstance(aux, Mask):
             raise FrameError(f"{self.name} was given {type(aux).__name__} for the mask of this gradient's activation")
         explicit = index_codec.encode(aux.indices.cpu().numpy(), n) if aux.explicit else []
-        values = rotation.encode(flat[aux.indices.to(g.device)], self.backward_bits, key, 1, unbiased=True)
-        return [bytes([aux.explicit]), aux.digest, *explicit, *values]
+        kept_at = aux.indices.to(g.device)
+        values = rotation.encode(flat[kept_at], self.backward_bits, key, 1, unbiased=True)
+        rest = flat.clone()
+        rest[kept_at] = 0.0
+        _, mean = channels.remove_mean(channels.to_rows(rest.view(g.shape)))
+        return [bytes([aux.explicit]), aux.digest, *explicit, *mean, *values]
 
     def _decode_backward(self, body: memoryview, shape: Shape, aux: Aux, key: FrameKey) -> torch.Tensor:
         k = kept(shape, self.density)
@@ -142,9 +145,14 @@ class TopKMasked(Codec):
             indices = aux.indices.to(self.device)
         else:
             raise EndsDiffer(f"gradient frame at mask {digest.hex()}, which is not the one sent")
+        mean = channels.read_mean(reader, shape, self.device)
         values = rotation.decode(reader, k, self.backward_bits, key, 1, self.device)
         reader.done()
-        return self._scatter(indices, values, shape)
+        return self._with_mean(self._scatter(indices, values, shape), mean)
+
+    @staticmethod
+    def _with_mean(x: torch.Tensor, mean: torch.Tensor | None) -> torch.Tensor:
+        return x if mean is None else channels.from_rows(channels.to_rows(x) + mean, tuple(x.shape))
 
     def _scatter(self, indices: torch.Tensor, values: torch.Tensor, shape: Shape) -> torch.Tensor:
         out = torch.zeros(wire.numel(shape), dtype=torch.float32, device=self.device)
@@ -155,13 +163,13 @@ class TopKMasked(Codec):
         k, n = kept(shape, self.density), wire.numel(shape)
         if direction == "forward":
             return channels.mean_bytes(shape) + index_codec.bound(k, n) + _log_size(k)
-        return 1 + _HASH + index_codec.bound(k, n) + rotation.bound(k, self.backward_bits)
+        return 1 + _HASH + channels.mean_bytes(shape) + index_codec.bound(k, n) + rotation.bound(k, self.backward_bits)
 
     def _bytes(self, shape: Shape, direction: Direction) -> float:
         k, n = kept(shape, self.density), wire.numel(shape)
         if direction == "forward":
             return channels.mean_bytes(shape) + index_codec.expected(k, n) + _log_size(k)
-        return 1 + _HASH + rotation.expected(k, self.backward_bits)
+        return 1 + _HASH + channels.mean_bytes(shape) + rotation.expected(k, self.backward_bits)
 
 
 def make(arg: str, device: torch.device) -> TopKMasked:

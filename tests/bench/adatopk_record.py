@@ -1,6 +1,6 @@
 """Training results of AdaTopK's bench on disk: results/*.json, committed, and results/local, whole and not committed.
 
-A result counts only for the code that it was measured on: its spec covers every codec's bytes and the task.
+A result counts only for the code that it was measured on: its spec covers the bytes of the codecs used and the task.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +21,30 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "codec_bytes.json"
 Figures = dict[str, Any]
 
 
-def spec(*task: object) -> str:
-    """Of the codecs' golden bytes and the task."""
-    return hashlib.blake2b(GOLDEN.read_bytes() + repr(task).encode(), digest_size=4).hexdigest()
+def spec(codecs: Collection[str], *task: object) -> str:
+    """Of what a run depends on: the golden bytes of its codecs' kinds, and the task."""
+    kinds = {c.partition(":")[0] for c in codecs}
+    golden = json.loads(GOLDEN.read_text())
+    used = {name: made for name, made in golden.items() if name.partition(":")[0] in kinds}
+    return hashlib.blake2b(json.dumps([used, repr(task)], sort_keys=True).encode(), digest_size=4).hexdigest()
 
 
 def today() -> str:
     return datetime.datetime.now(tz=datetime.UTC).date().isoformat()
 
 
-def read(path: Path, wanted: str) -> list[Figures]:
-    """What a committed file holds for this spec; nothing if it is of another."""
-    if not path.exists():
-        return []
-    found = json.loads(path.read_text())
-    return list(found["runs"]) if found["spec"] == wanted else []
+def read(path: Path) -> dict[str, list[Figures]]:
+    """What a committed file holds, by spec."""
+    found: dict[str, list[Figures]] = {}
+    for run in json.loads(path.read_text())["runs"] if path.exists() else ():
+        found.setdefault(run.pop("spec"), []).append(run)
+    return found
 
 
-def write(path: Path, wanted: str, about: str, runs: Sequence[Figures]) -> None:
-    """One run a line, so that a difference shows which."""
-    head = json.dumps({"about": about, "spec": wanted, "torch": torch.__version__})
-    lines = ",\n".join(json.dumps(run) for run in runs)
+def write(path: Path, about: str, runs: Sequence[tuple[str, Figures]]) -> None:
+    """(spec, figures), one run a line, so that a difference shows which."""
+    head = json.dumps({"about": about, "torch": torch.__version__})
+    lines = ",\n".join(json.dumps({"spec": spec} | run) for spec, run in runs)
     path.write_text(f'{head[:-1]}, "runs": [\n{lines}\n]}}\n')
 
 

@@ -165,14 +165,15 @@ def _norms(model: small.Gpt, x: torch.Tensor) -> list[float]:
     return norms
 
 
-def spec() -> str:
-    """What the results depend on, the policy's codecs included."""
-    task = (STEPS, STAGES, WIDTH, LAYERS, HEADS, CONTEXT, MICRO_BATCH, MICRO_BATCHES, HELD_OUT)
-    return record.spec(*task, [(c.src, c.dst, c.rung.codec) for c in _choices("adatopk")])
+def spec(compression: str) -> str:
+    """What a run's result depends on, the policy's codecs included."""
+    task = (STAGES, WIDTH, LAYERS, HEADS, CONTEXT, MICRO_BATCH, MICRO_BATCHES, HELD_OUT)
+    codecs = [(c.src, c.dst, c.rung.codec) for c in _choices(compression)]
+    return record.spec([c for *_, c in codecs], *task, codecs)
 
 
 def _path(compression: str, seed: int, steps: int) -> Path:
-    return record.LOCAL / f"scratch-{compression}-{seed}-{steps}-{spec()}.json"
+    return record.LOCAL / f"scratch-{compression}-{seed}-{steps}-{spec(compression)}.json"
 
 
 def held(compression: str, seed: int, steps: int = STEPS) -> Scratch | None:
@@ -181,7 +182,9 @@ def held(compression: str, seed: int, steps: int = STEPS) -> Scratch | None:
     if path.exists():
         return Scratch(**json.loads(path.read_text()))
     wanted = compression, seed, steps
-    found = (r for r in record.read(FILE, spec()) if (r["compression"], r["seed"], r["steps"]) == wanted)
+    found = (
+        r for r in record.read(FILE).get(spec(compression), []) if (r["compression"], r["seed"], r["steps"]) == wanted
+    )
     return next((Scratch(**r) for r in found), None)
 
 
@@ -197,7 +200,8 @@ def trained(compression: str, seed: int, steps: int = STEPS) -> Scratch:
 def write() -> int:
     """Records every whole run there is, curves thinned; how many."""
     found = [r for s in SEEDS for c, steps in RUNS if (r := held(c, s, steps)) is not None]
-    record.write(FILE, spec(), f"{STEPS} steps from scratch, {HELD_OUT} held-out tokens", [_thin(r) for r in found])
+    about = f"from scratch on two sites, {HELD_OUT} held-out tokens, nats a byte"
+    record.write(FILE, about, [(spec(r.compression), _thin(r)) for r in found])
     return len(found)
 
 
@@ -236,9 +240,13 @@ def scratch_rows() -> Iterator[Row]:
             yield Row(case, f"{100 * (half.loss / dense.loss - 1):.3g}%", "reported", None)
 
 
-def soak_rows() -> Iterator[Row]:
-    """Measured now, whatever is recorded: three minutes of one core, and a million mutated frames."""
+def fresh_rows() -> Iterator[Row]:
+    """Measured now, whatever is recorded: three minutes of one core."""
     yield from judged(from_scratch("none", STEPS), from_scratch("adatopk", STEPS), record.when([], fresh=True))
+
+
+def fuzz_rows() -> Iterator[Row]:
+    """A minute of one core."""
     tally = fuzz(0, 1_000_000)
     what = f"1,000,000 mutated frames, address space grows by at most {ROOM_BYTES >> 20} MiB"
     yield Row(what, f"{tally.refused} refused, {tally.decoded} decoded", "typed errors only", True)

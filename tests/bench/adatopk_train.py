@@ -40,17 +40,17 @@ PAIRS = (
     ("topk:0.0178", "transform:1/1"),
     ("topk:0.0142", "transform:1/0.5"),
     ("topk:0.01", "transform:0.5/0.5"),
-    ("topk:0.0014", "topk-masked:0.01"),
+    ("topk:0.0015", "topk-masked:0.01"),
 )
 ONCE = ("dense:bf16", "int8", "rotated:4/2", "subspace:64/4", "topk-masked:0.1")  # one seed: for ladder and plots
 _SEEDED = dict.fromkeys(("dense", *(c for c, _, _ in LADDER), *(c for pair in PAIRS for c in pair)))
 RUNS = (*((c, s) for c in _SEEDED for s in SEEDS), *((c, 0) for c in ONCE))
 
 
-def spec() -> str:
-    """What the results depend on: another once any codec's bytes, the model or the task change."""
+def spec(codec: str) -> str:
+    """What a run's result depends on: another once the codec's bytes, the model or the task change."""
     shape = (small.WIDTH, small.LAYERS, small.HEADS, small.CONTEXT, small.CUTS, small.PRETRAIN_STEPS)
-    return record.spec(*shape, small.MICRO_BATCH, small.MICRO_BATCHES, STEPS, HELD_OUT, HELD_OUT_CODED)
+    return record.spec([codec], *shape, small.MICRO_BATCH, small.MICRO_BATCHES, STEPS, HELD_OUT, HELD_OUT_CODED)
 
 
 def held(codec: str, seed: int) -> small.Result | None:
@@ -58,7 +58,8 @@ def held(codec: str, seed: int) -> small.Result | None:
     path = _path(codec, seed)
     if path.exists():
         return small.Result(**json.loads(path.read_text()))
-    found = (r for r in record.read(FILE, spec()) if (r["codec"], r["seed"]) == (codec, seed))
+    runs = record.read(FILE).get(spec(codec), [])
+    found = (r for r in runs if (r["codec"], r["seed"]) == (codec, seed))
     return next((small.Result(**r) for r in found), None)
 
 
@@ -74,14 +75,14 @@ def finetuned(codec: str, seed: int) -> small.Result:
 
 def _path(codec: str, seed: int) -> Path:
     name = codec.replace(":", "_").replace("/", "-")
-    return record.LOCAL / f"finetune-{name}-{seed}-{spec()}.json"
+    return record.LOCAL / f"finetune-{name}-{seed}-{spec(codec)}.json"
 
 
 def write() -> int:
     """Records every run there is; how many."""
     found = [r for codec, seed in RUNS if (r := held(codec, seed)) is not None]
     about = f"fine-tuning, {STEPS} steps, {HELD_OUT} held-out tokens, {HELD_OUT_CODED} through the codec; nats a byte"
-    record.write(FILE, spec(), about, [_short(r) for r in found])
+    record.write(FILE, about, [(spec(r.codec), _short(r)) for r in found])
     return len(found)
 
 
@@ -153,7 +154,7 @@ def _ratio(runs: list[small.Result]) -> float:
 
 def main(only: list[str]) -> int:
     torch.set_num_threads(1)
-    runs = [r for r in RUNS if not only or r[0] in only]
+    runs = [r for c in only for r in RUNS if r[0] == c] if only else list(RUNS)
     for i, (codec, seed) in enumerate(runs):
         start, fresh = time.process_time(), held(codec, seed) is None
         r = finetuned(codec, seed)

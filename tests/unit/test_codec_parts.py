@@ -143,7 +143,7 @@ def test_gradients_are_unbiased_over_fresh_seeds(name: str) -> None:
         if name.startswith("topk-masked"):
             mask = torch.zeros(64 * 32)
             mask[sent.indices] = 1
-            want = g * mask.view(64, 32)
+            want = masked_gradient(g, mask.view(64, 32))
         else:
             want = g
         squared += float((y - want).square().sum() / want.square().sum())
@@ -198,9 +198,18 @@ def test_channels_of_images_are_the_second_dimension() -> None:
 # --- masks and bases across frames
 
 
+def masked_gradient(g: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Of the network that sees an activation's channel means, and at the mask what differs from them."""
+    x = torch.zeros_like(g, requires_grad=True)
+    mean = x.mean(0)
+    ((x - mean) * mask + mean).backward(g)  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    return x.grad
+
+
 def test_a_masked_gradient_is_the_gradient_of_the_masked_network() -> None:
     torch.manual_seed(0)
-    x, g = torch.randn(64, 64), torch.randn(64, 64)
+    x, g = torch.randn(64, 64), torch.randn(64, 64) + torch.linspace(-2, 2, 64)
     sender, receiver = parse("topk-masked:0.1/6"), parse("topk-masked:0.1/6")
     payload, sent = sender.encode_forward(x, KEY)
     y, got = receiver.decode_forward(payload, (64, 64), torch.float32, KEY)
@@ -212,8 +221,8 @@ def test_a_masked_gradient_is_the_gradient_of_the_masked_network() -> None:
     assert int(kept.sum()) == 410
     assert float((x - mean).abs()[kept].min()) >= float((x - mean).abs()[~kept].max()) - 0.01
     torch.testing.assert_close(y, torch.where(kept, x, mean), rtol=0.2, atol=0.02)
-    torch.testing.assert_close(back, torch.where(kept, g, 0), rtol=0, atol=0.1)
-    assert not back[~kept].any()
+    torch.testing.assert_close(back, masked_gradient(g, kept.float()), rtol=0, atol=0.1)
+    torch.testing.assert_close(back.sum(0), g.sum(0), rtol=0.05, atol=1.0)  # as a bias before it sees it
 
 
 def test_another_mask_is_named_and_its_indices_mend_it() -> None:
@@ -228,9 +237,9 @@ def test_another_mask_is_named_and_its_indices_mend_it() -> None:
     back = receiver.encode_backward(g, TopKMasked.include_indices(got), KEY)
     assert len(back) <= receiver.bound((64, 64), torch.float32, "backward")
     mended = rebuilt.decode_backward(back, (64, 64), torch.float32, other, KEY)
-    at = mended.nonzero() @ torch.tensor([64, 1])
-    assert set(at.tolist()) <= set(got.indices.tolist())
-    assert at.numel() > 0.9 * got.indices.numel()
+    mask = torch.zeros(64 * 64)
+    mask[got.indices] = 1
+    torch.testing.assert_close(mended, masked_gradient(g, mask.view(64, 64)), rtol=0, atol=0.6)  # at 4 bits
 
 
 @pytest.mark.parametrize("name", ["subspace:16/4", "transform:2/1"])

@@ -13,7 +13,8 @@ import pytest
 
 from fusion_p2p.capture import capture
 from fusion_p2p.optim import AdamW
-from fusion_p2p.planner import DENSE, AtomTimes, Ladder, Link, Rung
+from fusion_p2p.planner import DENSE, AtomTimes, Ladder, Link, Rung, default_ladder
+from fusion_p2p.probe import Measured
 from fusion_p2p.workload import atoms
 from peer.offers import DeviceOffer, SwarmLinks
 from peer.op_times import shape_of
@@ -51,6 +52,8 @@ def test_what_is_measured_is_kept_and_read_again(captured: Any, tmp_path: Path) 
     shares = [r.byte_share for r in found.rungs]
     assert len(shares) > 1 and shares == sorted(shares, reverse=True)
     assert kept(tmp_path) == found
+    names = [m.codec for m in msgspec.json.decode((tmp_path / FILE).read_bytes(), type=tuple[Measured, ...])]
+    assert names == [r.codec for r in default_ladder(most_loss=10.0).rungs if r != DENSE]  # none is left an estimate
     (tmp_path / FILE).write_text("[{]")
     assert kept(tmp_path) is None
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fusion_p2p.codec import FrameKey, parse
 from fusion_p2p.plan import Numerics
 from peer.errors import RefusedError
 from tests.cluster.test_peer_control import OWNER, run, serving, trainer
@@ -51,6 +52,25 @@ def test_cuts_and_repetition_do_not_change_a_bit_and_the_cpu_is_near(name: str) 
     cpu = case.pipeline(1)
     assert losses == pytest.approx([cpu.train_step(case.batch(step)) for step in range(STEPS)], rel=1e-4)
     assert all(t.dtype == state[n].dtype for n, t in cpu.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", "topk:0.1", "topk-masked:0.1", "rotated:4/2", "subspace:16/4", "transform:2/1"]
+)
+def test_codecs_on_the_device_say_what_they_say_on_the_cpu(name: str) -> None:
+    """Frames go both ways between a CUDA end and a CPU end; what both decode is the same but for rounding."""
+    x = torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(1)).pow(3)
+    key, shape = FrameKey(seed=1, step=0, micro_batch=0, value=2), (4, 64, 64)
+    sender, here, there = parse(name, "cuda:0"), parse(name), parse(name, "cuda:0")
+    payload, sent = sender.encode_forward(x.cuda(), key)
+    y, got = here.decode_forward(payload, shape, x.dtype, key)
+    on_device, _ = there.decode_forward(payload, shape, x.dtype, key)
+    assert on_device.device.type == "cuda"
+    torch.testing.assert_close(on_device.cpu(), y, rtol=1e-4, atol=1e-4)
+    back = sender.decode_backward(here.encode_backward(x, got, key), shape, x.dtype, sent, key)
+    assert back.device.type == "cuda" and bool(torch.isfinite(back).all())
+    mine, _ = parse(name).encode_forward(x, key)
+    assert abs(len(mine) - len(payload)) < 0.02 * len(mine) + 8
 
 
 def test_seeded_dropout_is_the_cpus() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_p2p.codec import FrameKey, channels, entropy, indices, parse, rates, rotation, symbols, transform, wire
-from fusion_p2p.codec.selection import sampled_threshold, select
+from fusion_p2p.codec.selection import _select_torch, sampled_threshold, select
 from fusion_p2p.codec.topk_masked import TopKMasked
 from fusion_p2p.errors import EndsDiffer, FrameError
 
@@ -32,6 +32,7 @@ def test_selection_is_exact_and_ties_go_to_the_lower_index(n: int, density: floa
     x = {"normal": x, "cubed": x**3, "ties": x.round(), "zero": x * 0}[kind]
     k = max(1, round(n * density))
     got = select(x, k).tolist()
+    assert _select_torch(x, k).tolist() == got  # what other devices use
     want = sorted(sorted(range(n), key=lambda i: (-abs(float(x[i])), i))[:k])
     assert got == want
 

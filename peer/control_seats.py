@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 MAX_STREAMS = 64
 MAX_PER_PEER = 4
-MAX_PER_RANGE = MAX_STREAMS // 2  # a /24 of IPv4, a /48 of IPv6; this machine's own peers are one range too
+MAX_PER_RANGE = MAX_STREAMS // 4  # a /24 of IPv4, a /48 of IPv6; this machine's own peers are one range too
 
 
 @dataclass(eq=False, slots=True)

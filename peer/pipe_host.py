@@ -13,7 +13,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -31,7 +31,8 @@ log = logging.getLogger("peer.pipes")
 
 PIPE = "/fusion/1/pipe"
 MAX_MESSAGE = 4096
-MAX_RESTING, MAX_PIPES, MAX_PER_PEER = 256, 64, 16
+MAX_RESTING, MAX_PIPES, MAX_PER_PEER = 256, 128, 16
+RESTING_PER_RANGE, PIPES_PER_RANGE = MAX_RESTING // 4, MAX_PIPES // 4  # a /24 of IPv4, a /48 of IPv6
 FIRST_S, RING_S, SEND_S = 5.0, 10.0, 5.0
 ALIVE_S, SILENT_S = 5.0, 16.0
 IDLE_S = 60.0
@@ -87,6 +88,12 @@ _DECODER: msgspec.msgpack.Decoder[ToHost] = msgspec.msgpack.Decoder(ToHost)
 
 
 @dataclass(slots=True)
+class _Resting:
+    talk: MessageStream[ToHost]
+    range: str
+
+
+@dataclass(slots=True)
 class _Waiting:
     """A caller that waits for `peer` to answer."""
 
@@ -95,14 +102,28 @@ class _Waiting:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class PipeHost:
-    """`refuses`: why nothing is carried now ("" if it is), as over a cap."""
+async def _no_range(peer: str) -> str:
+    return ""
 
-    def __init__(self, transport: Transport, bytes_per_s: float, *, refuses: Callable[[], str] = lambda: "") -> None:
-        self._transport, self._limiter, self._refuses = transport, Limiter(bytes_per_s), refuses
-        self._resting: dict[str, MessageStream[ToHost]] = {}
+
+class PipeHost:
+    """`refuses`: why nothing is carried now ("" if it is), as over a cap. `range_of`: the address range that a peer is
+    connected from; identities are free, addresses are not. Those of whom it is unknown ("") count as one range."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        bytes_per_s: float,
+        *,
+        refuses: Callable[[], str] = lambda: "",
+        range_of: Callable[[str], Awaitable[str]] = _no_range,
+    ) -> None:
+        self._transport, self._refuses, self._range_of = transport, refuses, range_of
+        self._limiter = Limiter(bytes_per_s)
+        self._resting: dict[str, _Resting] = {}
         self._waiting: dict[bytes, _Waiting] = {}
-        self._open: Counter[str] = Counter()
+        self._open: Counter[str] = Counter()  # pipes by peer
+        self._open_from: Counter[str] = Counter()  # and by range
         self.carried: Counter[str] = Counter()  # bytes by the peer that sent them
 
     async def start(self) -> None:
@@ -137,33 +158,52 @@ class PipeHost:
     # --- who can be rung
 
     async def _rest(self, peer: str, talk: MessageStream[ToHost]) -> None:
-        if peer not in self._resting and len(self._resting) >= MAX_RESTING:
-            return await talk.send(Refuse(f"{MAX_RESTING} peers rest here"), timeout_s=SEND_S)
+        seat = _Resting(talk, await self._range_of(peer))
         before = self._resting.pop(peer, None)
         if before is not None:
-            before.close()
-        self._resting[peer] = talk
+            before.talk.close()
+        elif why := self._crowded(seat.range):
+            return await talk.send(Refuse(why), timeout_s=SEND_S)
+        self._resting[peer] = seat
         beats = asyncio.ensure_future(beat(talk, Alive()))
         try:
             while isinstance(await talk.receive(timeout_s=SILENT_S), Alive):
                 pass
         finally:
             beats.cancel()
-            if self._resting.get(peer) is talk:
+            if self._resting.get(peer) is seat:
                 del self._resting[peer]
+
+    def _crowded(self, from_range: str) -> str:
+        """ "" if one more may rest from there, whose seat is free now: where all are taken, that of a peer without a
+        pipe of the fullest range. Else why not."""
+        taken = Counter(s.range for s in self._resting.values())
+        if taken[from_range] >= RESTING_PER_RANGE:
+            return f"{taken[from_range]} peers of {from_range or 'unknown addresses'} rest here"
+        if len(self._resting) < MAX_RESTING:
+            return ""
+        idle = [p for p, s in self._resting.items() if not self._open[p] and taken[s.range] > taken[from_range] + 1]
+        if not idle:
+            return f"{MAX_RESTING} peers rest here"
+        self._resting.pop(max(idle, key=lambda p: taken[self._resting[p].range])).talk.close()
+        return ""
 
     # --- who calls
 
     async def _call(self, stream: Stream, talk: MessageStream[ToHost], wanted: Call) -> None:
         caller, ticket = stream.remote, secrets.token_bytes(16)
-        target, why = self._resting.get(wanted.peer), self._why_not(caller, wanted.peer)
+        target, ranges = self._resting.get(wanted.peer), {await self._range_of(caller)}
+        if target is not None:
+            ranges.add(target.range)
+        why = self._why_not(caller, wanted.peer, ranges)
         if target is None or why:
             reason = why or f"peer {wanted.peer} does not rest here"
             return await talk.send(Refuse(reason), timeout_s=SEND_S)
         waiting = self._waiting[ticket] = _Waiting(wanted.peer, asyncio.get_running_loop().create_future())
         self._open.update((caller, wanted.peer))
+        self._open_from.update(ranges)
         try:
-            await target.send(Ring(ticket, caller, wanted.addresses), timeout_s=SEND_S)
+            await target.talk.send(Ring(ticket, caller, wanted.addresses), timeout_s=SEND_S)
             try:
                 async with asyncio.timeout(RING_S):
                     other = await waiting.answered
@@ -178,15 +218,20 @@ class PipeHost:
             del self._waiting[ticket]
             waiting.over.set()
             self._open.subtract((caller, wanted.peer))
+            self._open_from.subtract(ranges)
             self._open += Counter()  # drops the zeros
+            self._open_from += Counter()
 
-    def _why_not(self, caller: str, target: str) -> str:
+    def _why_not(self, caller: str, target: str, ranges: set[str]) -> str:
         if reason := self._refuses():
             return reason[:300]
         if self.pipes >= MAX_PIPES:
             return f"{MAX_PIPES} pipes are open here"
         crowded = next((p for p in (caller, target) if self._open[p] >= MAX_PER_PEER), "")
-        return f"peer {crowded} has {MAX_PER_PEER} pipes here" if crowded else ""
+        if crowded:
+            return f"peer {crowded} has {MAX_PER_PEER} pipes here"
+        full = next((r for r in sorted(ranges) if self._open_from[r] >= PIPES_PER_RANGE), None)
+        return "" if full is None else f"{full or 'unknown addresses'} have {PIPES_PER_RANGE} pipes here"
 
     async def _answer(self, stream: Stream, given: Answer) -> None:
         waiting = self._waiting.get(given.ticket)

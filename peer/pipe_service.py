@@ -9,9 +9,10 @@ import ipaddress
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from dht import addresses
+from dht import addresses, door
 from dht.errors import DhtError
 from dht.fence_records import Beat
+from dht.fencing import seen_at
 from dht.node import Board
 from dht.p2p import P2PTransport
 from dht.probe import Prober, Reach
@@ -49,6 +50,9 @@ class PipeService:
         if transport.identity is None:
             raise PeerError("pipes need the peer's identity: start them in the process that owns its p2pd")
 
+        async def range_of(peer: str) -> str:
+            return door.range_of(await seen_at(board, peer))
+
         async def find() -> list[str]:
             return pipe_hosts(await board.peers(timeout_s=5.0), transport.peer_id)
 
@@ -64,7 +68,7 @@ class PipeService:
         await pipes.start()
         host = None
         if offer_bytes_per_s is not None:
-            host = PipeHost(transport, offer_bytes_per_s, refuses=refuses)
+            host = PipeHost(transport, offer_bytes_per_s, refuses=refuses, range_of=range_of)
             await host.start()
         return cls(transport, board, pipes, host)
 

@@ -280,6 +280,47 @@ def test_who_comes_through_pipes_has_no_more_streams_than_who_dials(
     asyncio.run(main())
 
 
+def test_one_address_range_does_not_crowd_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 seats four go to one range however many identities it makes up; when all are taken a newcomer gets one of
+    the fullest range; pipes alike."""
+    monkeypatch.setattr(pipe_host, "MAX_RESTING", 16)
+    monkeypatch.setattr(pipe_host, "RESTING_PER_RANGE", 4)
+    monkeypatch.setattr(pipe_host, "PIPES_PER_RANGE", 2)
+    network, ranges = Network(), dict[str, str]()
+
+    async def range_of(peer: str) -> str:
+        return ranges[peer]
+
+    async def main() -> None:
+        transport = network.transport(key(100).peer_id)
+        host = PipeHost(transport, 1e9, range_of=range_of)
+        await host.start()
+
+        async def ask(number: int, place: str, message: pipe_host.ToHost) -> object:
+            me = network.transport(key(number).peer_id)
+            ranges[me.peer_id] = place
+            stream = await me.open_stream(transport.peer_id, PIPE)
+            talk = MessageStream(stream.reader, stream.writer, pipes._FROM_HOST, limit=4096)
+            await talk.send(message, timeout_s=5)
+            answer = await talk.receive(timeout_s=5)
+            return "" if isinstance(answer, pipe_host.Alive) else answer
+
+        crowd = [await ask(n, "203.0.113.0/24", pipe_host.Rest()) for n in range(1, 8)]
+        assert crowd[:4] == [""] * 4
+        assert crowd[4:] == [pipe_host.Refuse("4 peers of 203.0.113.0/24 rest here")] * 3
+        for n in range(12):
+            assert await ask(20 + n, f"198.51.{n // 2}.0/24", pipe_host.Rest()) == ""
+        assert host.resting == 16
+        assert await ask(50, "192.0.2.0/24", pipe_host.Rest()) == ""
+        assert host.resting == 16 and sum(s.range == "203.0.113.0/24" for s in host._resting.values()) == 3
+        host._open_from["192.0.2.0/24"] = 2
+        refused = await ask(60, "198.18.0.0/24", pipe_host.Call(key(50).peer_id))
+        assert refused == pipe_host.Refuse("192.0.2.0/24 have 2 pipes here")
+        await transport.close()
+
+    asyncio.run(main())
+
+
 def test_the_largest_promise_is_not_asked_first_by_all() -> None:
     def record(number: int, mbps: float) -> PeerRecord:
         peer = key(number).peer_id

@@ -23,6 +23,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from dht.transport import Stream, Transport
+from peer.caps import held_bytes
 from peer.channel_io import STREAM_ERRORS, ChannelSettings, LiveReader, LiveWriter
 from peer.errors import BlobError, DiskFull, WireError, is_disk_full
 from peer.protocol import BLOBS, BlobRef
@@ -63,10 +64,13 @@ def blob_hash() -> hashlib.blake2b:
 
 
 class BlobStore:
-    """A folder of blobs named by their hash. Writing is atomic: beside, fsync, rename."""
+    """A folder of blobs named by their hash. Writing is atomic: beside, fsync, rename.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    `cap_bytes`: no more than that is written while the folder's files, whoever's, take as much; None: no cap.
+    """
+
+    def __init__(self, folder: Path, cap_bytes: int | None = None) -> None:
+        self._folder, self._cap_bytes = folder, cap_bytes
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def path(self, blob: str) -> Path:
@@ -74,6 +78,12 @@ class BlobStore:
         if not _HASH.fullmatch(blob):
             raise BlobError(f"{blob[:80]!r} is no blob's hash: 64 hex digits")
         return self._folder / blob
+
+    def check_room(self, count: int) -> None:
+        """DiskFull if `count` more bytes would pass the cap."""
+        if self._cap_bytes is not None and (held := held_bytes(self._folder)) + count > self._cap_bytes:
+            mib = f"{held / 2**20:.1f} + {count / 2**20:.1f} of {self._cap_bytes / 2**20:.1f} MiB"
+            raise DiskFull(f"no room for a snapshot within --disk: {mib}; raise --disk there, or end a run")
 
     def has(self, blob: str) -> bool:
         return self.path(blob).is_file()
@@ -85,6 +95,9 @@ class BlobStore:
         try:
             with open(part, "wb", opener=_private) as file:
                 for chunk in (data,) if isinstance(data, bytes | bytearray | memoryview) else data:
+                    if self._cap_bytes is not None:
+                        file.flush()  # what is written counts
+                        self.check_room(len(chunk))
                     hasher.update(chunk)
                     size += file.write(chunk)
                 file.flush()
@@ -221,6 +234,7 @@ async def fetch_blob(
         return store.path(ref.hash)
     if not 0 <= ref.size <= max_bytes:
         raise BlobError(f"blob {ref.hash[:16]} has {ref.size} bytes, at most {max_bytes} are taken here")
+    store.check_room(ref.size)
     part = store.path(ref.hash).with_name(f".{ref.hash}.{secrets.token_hex(4)}.part")
     order = sorted(ref.holders, key=lambda holder: _digest(f"{transport.peer_id} {holder}".encode()))
     failures: dict[str, str] = {}
@@ -229,8 +243,10 @@ async def fetch_blob(
             for holder in order:
                 try:
                     known = (addresses or {}).get(holder, ())
-                    await _fetch_from(transport, holder, known, part, run, ref, settings)
+                    await _fetch_from(transport, holder, known, part, store, run, ref, settings)
                 except (*STREAM_ERRORS, BlobError) as error:
+                    if isinstance(error, DiskFull):
+                        raise
                     if is_disk_full(error):
                         raise DiskFull(f"no space left on the disk of {part.parent}; make room there") from None
                     failures[holder] = str(error) or type(error).__name__
@@ -252,6 +268,7 @@ async def _fetch_from(
     holder: str,
     addresses: tuple[str, ...],
     part: Path,
+    store: BlobStore,
     run: str,
     ref: BlobRef,
     settings: ChannelSettings,
@@ -273,6 +290,7 @@ async def _fetch_from(
         while offset < ref.size:
             async with asyncio.timeout(settings.dead_s):
                 data = await reader.read_some(min(CHUNK_BYTES, ref.size - offset))
+            store.check_room(len(data))  # others may write at the same time
             offset += file.write(data)
     finally:
         stream.writer.close()

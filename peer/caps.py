@@ -111,6 +111,11 @@ def over_disk(folder: Path, cap_bytes: int | None) -> str:
     return f"{held / 2**30:.2f} GiB are held for others, more than --disk {cap_bytes / 2**30:.2f} GiB"
 
 
+def blob_bytes(cap_bytes: int | None) -> int | None:
+    """How much of --disk snapshots may take."""
+    return None if cap_bytes is None else int((1 - SPILL_SHARE) * cap_bytes)
+
+
 def spill_bytes(folder: Path, cap_bytes: int | None) -> int:
     """How much of the disk outboxes may take when memory is short: a part of --disk, or of what is free now."""
     return int(SPILL_SHARE * (shutil.disk_usage(folder).free if cap_bytes is None else cap_bytes))

@@ -154,7 +154,7 @@ class Daemon:
 
     async def _serve(self, transport: P2PTransport, dial: SelfDial, board: Board) -> None:
         o = self._options
-        store = BlobStore(o.home / "blobs")
+        store = BlobStore(o.home / "blobs", caps.blob_bytes(o.disk_bytes))
         _clear_old(o.home / "blobs")
         executors: dict[str, ExecutorProcess] = {}
         settings = ChannelSettings(beat_s=o.beat_s, dead_s=o.dead_s)
@@ -244,7 +244,8 @@ class Daemon:
             control_address=transport.control_address, device=device, framework=o.framework,
             threads=max(1, o.threads // count),
             memory_bytes=o.memory_bytes // count, vram_bytes=o.vram_bytes, upload_bytes_per_s=share,
-            blobs=str(o.home / "blobs"), spill_bytes=caps.spill_bytes(o.home, o.disk_bytes) // count,
+            blobs=str(o.home / "blobs"), blob_bytes=caps.blob_bytes(o.disk_bytes),
+            spill_bytes=caps.spill_bytes(o.home, o.disk_bytes) // count,
             beat_s=o.beat_s, dead_s=o.dead_s,
         )  # fmt: skip
         return ExecutorProcess(

@@ -95,7 +95,7 @@ class Executor:
         self._settings = executor_settings(start.memory_bytes, start.spill_bytes, start.beat_s, start.dead_s)
         self._spill = Spill(Path(start.blobs), start.device.replace(":", "-"), start.spill_bytes)
         self._limiter = Limiter(start.upload_bytes_per_s)
-        self._store = BlobStore(Path(start.blobs))
+        self._store = BlobStore(Path(start.blobs), start.blob_bytes)
         self._observed: list[tuple[str, int, float]] = []
         self._hosted: dict[Key, Hosted] = {}
         self._building: dict[Key, asyncio.Task[None]] = {}
@@ -304,8 +304,9 @@ class Executor:
             return self._fault(hosted, "mark", str(snapshot))
         try:
             blob, size = await asyncio.to_thread(lambda: self._store.put(chunks(snapshot)))
-        except OSError as error:
-            return self._fault(hosted, "mark", f"its snapshot at tick {mark.tick} cannot be written: {error.strerror}")
+        except (OSError, BlobError) as error:
+            why = getattr(error, "strerror", None) or error
+            return self._fault(hosted, "mark", f"its snapshot at tick {mark.tick} cannot be written: {why}")
         ref = BlobRef(blob, size, (self._transport.peer_id,))
         incarnation = hosted.links.me.incarnation if hosted.links is not None else 0
         await self._say(Snapshotted(run=mark.run, stage=mark.stage, incarnation=incarnation, tick=mark.tick, state=ref))

@@ -194,10 +194,13 @@ def volunteer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Volunteer]:
 def test_a_stage_trains_is_marked_and_its_snapshot_is_served_to_the_named_only(
     volunteer: Volunteer, tmp_path: Path
 ) -> None:
-    _, peer = volunteer
+    process, peer = volunteer
 
     async def main() -> None:
         async with trainer(tmp_path, peer) as t, serving(await t.host(peer)) as _:
+            owner = signing.public_bytes(OWNER).hex()
+            asked = f"run {t.spec.name} of owner {owner} asks for this machine"
+            assert asked in process.log.read_text(), "who asks and for what is shown before anything is offered"
             host = await t.host(peer)  # the same session may come twice: a trainer reconnects
             async with serving(host):
                 accepted = await host.offer(t.offer(peer["peer"]), 0)

@@ -13,38 +13,21 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from dht import p2p
+from dht import p2p, records
 from dht.errors import InputError
 from dht.fencing import Fencing
 from dht.identity import Identity
 from dht.node import Board
-from dht.probe import Pong, Prober
 from dht.records import NO_FENCE
 from peer import preflight
 from peer.swarm_network import read_links
+from tests.cluster.site_peer import MBIT, PACE, Emulated
 from tests.cluster.swarm_cluster import Cluster
+from tests.cluster.test_peer_daemon import status
+from tests.cluster.volunteer_process import Peer
 from tests.dht_samples import peer_record
 
 pytestmark = pytest.mark.timeout(150)
-MBIT = 1e6 / 8
-
-
-class Emulated:
-    """The real prober, its figures replaced by those of two sites 40 ms and 20 Mbps apart."""
-
-    def __init__(self, prober: Prober, site: dict[str, int], me: str) -> None:
-        self._prober, self._site, self._me = prober, site, me
-
-    def _near(self, peer: str) -> bool:
-        return self._site[peer] == self._site[self._me]
-
-    async def ping(self, peer: str) -> Pong:
-        pong = await self._prober.ping(peer)
-        return Pong(1e-3 if self._near(peer) else 40e-3, pong.beat)
-
-    async def rates(self, peer: str) -> tuple[float, float]:
-        rate = (1000 if self._near(peer) else 20) * MBIT
-        return rate, rate
 
 
 @contextlib.asynccontextmanager
@@ -65,7 +48,7 @@ async def two_sites(folder: Path, count: int) -> AsyncIterator[list[tuple[Board,
         swarm = []
         for board in made:
             me = board.transport.peer_id
-            fencing = await Fencing.start(board, emulate=lambda p, me=me: Emulated(p, site, me), pace=0.2)  # type: ignore[misc]
+            fencing = await Fencing.start(board, emulate=lambda p, me=me: Emulated(p, site, me), pace=PACE)  # type: ignore[misc]
             stack.push_async_callback(fencing.close)
             swarm.append((board, fencing))
         yield swarm
@@ -173,6 +156,34 @@ def test_one_key_on_two_hosts_is_refused_by_the_files_name(tmp_path: Path) -> No
         await preflight.refuse_second_host(a, board, tmp_path / "a")  # the first one is no twin of itself
         for part in (copy, board, a):
             await part.close()
+
+    uvloop.run(main())
+
+
+def test_a_twin_that_comes_later_is_noticed_by_the_files_name(tmp_path: Path) -> None:
+    """The same key on another host, which did not look before it joined: the running daemon says so in its status."""
+
+    async def main() -> None:
+        a = await p2p.start(tmp_path / "a", host_addresses=p2p.LOOPBACK)
+        board = await Board.start(a)
+        (address,) = await a.addresses()
+        with contextlib.closing(Peer(tmp_path / "volunteer", address)) as daemon:
+            await asyncio.to_thread(daemon.event, "joined")
+            twin = Identity.from_bytes((daemon.home / "identity").read_bytes())
+            address = f"/ip4/198.51.100.9/tcp/4001/p2p/{twin.peer_id}"
+            async with asyncio.timeout(100):
+                while (found := await asyncio.to_thread(status, daemon.home))["warning"] == "":
+                    now = board.clock.now()
+                    copy = peer_record(twin, addresses=(address,), published=now)
+                    sealed = records.seal(copy, records.Signer(twin), expiration=now + records.TTL_S)
+                    stored = {records.place(copy): sealed}
+                    await board._replicas.store(board._node, stored, now + records.TTL_S, keep_here=True)
+                    await asyncio.sleep(1)
+            assert str(daemon.home / "identity") in found["warning"] and "198.51.100.9" in found["warning"]
+            assert "one key, one host" in daemon.log.read_text()
+            assert await asyncio.to_thread(daemon.end) == 0
+        await board.close()
+        await a.close()
 
     uvloop.run(main())
 

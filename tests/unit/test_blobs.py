@@ -163,6 +163,33 @@ def test_the_upload_cap_is_an_average_with_a_bounded_burst() -> None:
     assert bucket.delay(100, now + 100) > 0.0
 
 
+def held(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_a_cap_on_the_disk_is_never_passed(tmp_path: Path) -> None:
+    """By what is written here nor by what is fetched, other processes' files in the folder counted; nothing is left of
+    what did not fit."""
+
+    async def main() -> None:
+        network = Network()
+        ref = BlobRef(*(await holder(network, "h", tmp_path)).put(DATA), holders=("h",))
+        store = BlobStore(tmp_path / "capped", len(DATA) + 1000)
+        (tmp_path / "capped" / "of another process").write_bytes(bytes(500))
+        pieces = [b"x" * 1000] * (len(DATA) // 1000 + 2)
+        with pytest.raises(DiskFull, match=r"within --disk: .* raise --disk"):
+            store.put(pieces)
+        assert held(tmp_path / "capped") == 500
+        await fetch_blob(network.transport("me"), store, "r", ref, max_bytes=1 << 24, settings=FAST)
+        assert held(tmp_path / "capped") == len(DATA) + 500
+        other = BlobRef(*BlobStore(tmp_path / "h").put(bytes(501)), holders=("h",))
+        with pytest.raises(DiskFull, match="--disk"):
+            await fetch_blob(network.transport("me"), store, "r", other, max_bytes=1 << 24, settings=FAST)
+        assert held(tmp_path / "capped") == len(DATA) + 500
+
+    run(main())
+
+
 def test_a_full_disk_ends_a_fetch_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blobs, "_append_to", lambda part: (open("/dev/full", "ab", buffering=0), 0))  # noqa: SIM115
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dht.identity import Identity
 from dht.probe import Reach
+from dht.records import PeerRecord
 from fusion_p2p.errors import InputError
 from fusion_p2p.settings import OptimizerSpec
 from peer import caps, cli_peer, preflight
@@ -101,6 +103,21 @@ def test_purge_keeps_the_identity(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "3.0 MiB" in capsys.readouterr().out
     assert not (tmp_path / "blobs").exists()
     assert (tmp_path / "identity").exists()
+
+
+def test_a_later_twin_is_named_with_its_file_and_nobody_else_is(tmp_path: Path) -> None:
+    me, now = Identity.from_seed(bytes(32)).peer_id, 1000.0
+
+    def said(published: float, *where: str, peer: str = me) -> str:
+        record = PeerRecord(peer=peer, version="1", devices=(), addresses=where, published=published)
+        return preflight.twin([record], me, {"/ip4/192.0.2.1/tcp/1"}, now, tmp_path / "identity")
+
+    text = said(now + 60, "/ip4/198.51.100.9/tcp/2")
+    assert str(tmp_path / "identity") in text and "198.51.100.9" in text and "one key, one host" in text
+    assert said(now + 1, "/ip4/198.51.100.9/tcp/2") == ""  # of this host's own last life
+    assert said(now + 60, "/ip4/198.51.100.9/tcp/2", "/ip4/192.0.2.1/tcp/1") == ""  # its own
+    assert said(now + 60) == ""
+    assert said(now + 60, "/ip4/198.51.100.9/tcp/2", peer=Identity.from_seed(bytes(31) + b"1").peer_id) == ""
 
 
 def test_each_failure_names_its_fix(tmp_path: Path) -> None:

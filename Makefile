@@ -46,7 +46,10 @@ bench: setup  ## every table of bounds, measured here
 headline: setup  ## ours beside torch.distributed.pipelining on a shaped network (root, 20 minutes)
 	@$(BIN)/python -m tests.bench.netlab --headline --save headline; code=$$?; $(BIN)/python -m tests.bench.table; exit $$code
 
+# The packages of W&B, which `make test` does without, are tried here.
 soak: setup  ## the long checks
+	@$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".[wandb]"
+	$(BIN)/python -m pytest tests/unit/test_checkpoint.py -k weights_and_biases
 	$(BIN)/python -m pytest tests -m soak --timeout 7200
 
 clean:  ## remove .venv and build products

@@ -93,7 +93,13 @@ class WandbLog:
         except ImportError as e:
             raise InputError("log.wandb needs a package: pip install 'fusion-p2p[wandb]'") from e
         self._wandb: Any = wandb
-        self._run: Any = wandb.init(project=project, name=name, dir=str(folder), resume="allow")
+        try:
+            self._run: Any = wandb.init(project=project, name=name, dir=str(folder), resume="allow")
+        except wandb.Error as e:  # no key, no network, a project that is not this user's
+            why = " ".join(str(e).split())
+            raise InputError(
+                f"log.wandb = {project!r}: {why}; run `wandb login`, or set WANDB_MODE=offline, or leave it out"
+            ) from e
         self._bytes_per_token = bytes_per_token
 
     def __call__(self, happening: Happening) -> None:

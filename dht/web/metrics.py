@@ -12,7 +12,7 @@ _HELP = {
     "fusion_peer_flops_per_second": "Measured speed of all peers that are there, summed.",
     "fusion_fences": "Fences with a leader.",
     "fusion_fence_members": "Members of a fence.",
-    "fusion_records_refused": "Records refused since the monitor's start.",
+    "fusion_records_refused_total": "Records refused since the monitor's start.",
     "fusion_board_up": "1 if the last look at the bulletin board succeeded.",
     "fusion_picture_age_seconds": "Seconds since the last picture.",
     "fusion_run_state": "1 for the state that a run is in.",
@@ -37,7 +37,7 @@ def prometheus(picture: Picture, age_s: float) -> str:
         by_name.setdefault(name, []).append(f"{name}{{{inside}}} {value!r}" if inside else f"{name} {value!r}")
     out = []
     for name, lines in by_name.items():
-        kind = "counter" if name == "fusion_records_refused" else "gauge"
+        kind = "counter" if name.endswith("_total") else "gauge"
         out += [f"# HELP {name} {_HELP[name]}", f"# TYPE {name} {kind}", *lines]
     return "\n".join(out) + "\n"
 
@@ -51,7 +51,7 @@ def _figures(picture: Picture, age_s: float) -> Iterable[tuple[str, dict[str, st
     yield "fusion_fences", {}, len(picture.fences)
     for f in picture.fences:
         yield "fusion_fence_members", {"fence": f.fence}, f.members
-    yield "fusion_records_refused", {}, picture.refused
+    yield "fusion_records_refused_total", {}, picture.refused
     yield "fusion_board_up", {}, int(picture.error is None)
     yield "fusion_picture_age_seconds", {}, round(age_s, 3)
     for run in picture.runs:

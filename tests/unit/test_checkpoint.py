@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -279,6 +280,18 @@ def test_a_run_folder_tells_about_itself(tmp_path: Path, monkeypatch: pytest.Mon
     assert details(folder)["checkpoints"][0]["step"] == 4
     (folder / "config.toml").write_text("[x]")
     assert summary(folder).phase == "damaged" and "unknown key x" in summary(folder).reason
+
+
+def test_weights_and_biases_without_a_key_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Error(Exception):
+        """As the package's own, which tells so where nobody has logged in."""
+
+    def init(**_: object) -> None:
+        raise Error("No API key configured.\nUse `wandb login` to log in.")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=Error))
+    with pytest.raises(InputError, match=r"log.wandb = 'cats': No API key configured. Use .*; run `wandb login`, or"):
+        open_logs(config.LogSection(wandb="cats"), tmp_path, "cats", 2.0)
 
 
 def test_scalars_reach_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -133,16 +134,64 @@ def test_metrics_are_prometheus_text() -> None:
     assert {row.split("{")[0].split()[0] for row in text.split("\n") if row and row[0] != "#"} == helped
 
 
-def test_examples_name_metrics_that_exist() -> None:
-    from pathlib import Path
+MONITORING = Path(__file__).parents[2] / "examples" / "monitoring"
 
-    from dht.web.metrics import _HELP
 
-    folder = Path(__file__).parents[2] / "examples" / "monitoring"
-    for name in ("alerts.yml", "grafana.json", "prometheus.yml"):
-        text = (folder / name).read_text()
-        assert set(re.findall(r"\bfusion_[a-z_]+", text)) <= set(_HELP), name
-    json.loads((folder / "grafana.json").read_text())
+def labels_of_metrics() -> dict[str, set[str]]:
+    (sight,) = asyncio.run(sights(board(), 1))
+    found: dict[str, set[str]] = {}
+    for row in prometheus(sight.picture, 1.5).splitlines():
+        if not row.startswith("#"):
+            name = re.split(r"[{ ]", row)[0]
+            found.setdefault(name, set()).update(re.findall(r'(\w+)="', row))
+    return found
+
+
+def test_the_dashboard_is_one_that_grafana_takes() -> None:
+    """The classic model, grafana.com/docs/grafana/v11.0/dashboards/build-dashboards/view-dashboard-json-model: what an
+    import needs, panels in a grid of 24 columns that do not overlap, queries of metrics and labels that we have."""
+    board_file = json.loads((MONITORING / "grafana.json").read_text())
+    assert isinstance(board_file["title"], str) and re.fullmatch(r"[\w-]{1,40}", board_file["uid"])
+    assert isinstance(board_file["schemaVersion"], int) and board_file.get("id") is None
+    assert set(board_file["time"]) == {"from", "to"} and re.fullmatch(r"\d+[smh]", board_file["refresh"])
+    (variable,) = board_file["templating"]["list"]
+    assert (variable["type"], variable["query"]) == ("datasource", "prometheus")
+    known, panels, taken = labels_of_metrics(), board_file["panels"], set()
+    assert len({panel["id"] for panel in panels}) == len(panels) >= 9
+    for panel in panels:
+        assert panel["title"] and panel["type"] in ("timeseries", "stat")
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${%s}" % variable["name"]}
+        assert panel["fieldConfig"]["defaults"]["unit"] in ("short", "s", "percentunit", "Bps", "flops")
+        assert panel["fieldConfig"]["overrides"] == []
+        grid = panel["gridPos"]
+        assert grid["x"] >= 0 and grid["x"] + grid["w"] <= 24 and grid["h"] > 0
+        cells = {
+            (x, y) for x in range(grid["x"], grid["x"] + grid["w"]) for y in range(grid["y"], grid["y"] + grid["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"]) > 0
+        for target in panel["targets"]:
+            first = re.findall(r"fusion_\w+", target["expr"])[0]
+            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= known[first], panel["title"]
+
+
+def test_rules_name_metrics_and_labels_that_exist() -> None:
+    yaml = pytest.importorskip("yaml")
+    known = labels_of_metrics()
+    scrape = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    assert [config["job_name"] for config in scrape["scrape_configs"]] == ["fusion"]
+    assert scrape["rule_files"] == ["alerts.yml"]
+    (group,) = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
+    assert len(group["rules"]) >= 8
+    for rule in group["rules"]:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"} and rule["labels"]["severity"]
+        names = re.findall(r"\bfusion_\w+", rule["expr"])
+        assert set(names) <= set(known) and (names or rule["expr"].startswith('up{job="fusion"}'))
+        for name, label in re.findall(r"\b(fusion_\w+)\{(\w+)=", rule["expr"]):
+            assert label in known[name]
+        used = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        assert not used or used <= known[names[0]]
 
 
 def test_where_it_listens() -> None:

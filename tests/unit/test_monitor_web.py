@@ -160,7 +160,7 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
     assert len({panel["id"] for panel in panels}) == len(panels) >= 9
     for panel in panels:
         assert panel["title"] and panel["type"] in ("timeseries", "stat")
-        assert panel["datasource"] == {"type": "prometheus", "uid": "${%s}" % variable["name"]}
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${" + variable["name"] + "}"}
         assert panel["fieldConfig"]["defaults"]["unit"] in ("short", "s", "percentunit", "Bps", "flops")
         assert panel["fieldConfig"]["overrides"] == []
         grid = panel["gridPos"]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 AT_ONCE = 4
+ENDING_S = 60.0
 
 
 class Member:
@@ -68,12 +69,12 @@ class Cluster:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert process.stdout is not None
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(150):
             member = Member(process, json.loads(await process.stdout.readline()))
         self.members[member.peer] = member
         return member
 
-    async def until_one(self, timeout_s: float = 90.0) -> float:
+    async def until_one(self, timeout_s: float = 200.0) -> float:
         """Seconds until every member sees every other one."""
         start = time.monotonic()
         others = [(m, peer) for m in self.members.values() for peer in self.members if peer != m.peer]
@@ -100,7 +101,14 @@ class Cluster:
         return times, missing
 
     async def close(self) -> None:
+        """The end of its input ends a member."""
         for member in self.members.values():
-            if member.process.returncode is None:
-                member.process.terminate()
-        await asyncio.gather(*(m.process.wait() for m in self.members.values()))
+            if member.process.stdin is not None:
+                member.process.stdin.close()
+        ending = [asyncio.create_task(m.process.wait()) for m in self.members.values()]
+        if ending and (late := (await asyncio.wait(ending, timeout=ENDING_S))[1]):
+            for member in self.members.values():
+                if member.process.returncode is None:
+                    member.process.kill()
+            await asyncio.wait(late)
+            raise AssertionError(f"{len(late)} peers did not end within {ENDING_S:g} s")

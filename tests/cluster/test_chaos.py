@@ -20,6 +20,7 @@ import fusion_p2p
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import LinkCodec, NumericLogEntry, Numerics
 from fusion_p2p.workload import atoms
+from peer import trainer_assembly
 from peer.api import LocalSwarm, Run
 from peer.data_stream import as_source
 from peer.events import RunEvent
@@ -80,7 +81,7 @@ def check(report: dict[str, Any], steps: int, tmp_path: Path, *, width: int = 32
     assert report["weights_blake2b"] == expected
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("seed", "compression"), [(2, "none"), (6, "topk-masked:0.2")])
 def test_sixty_steps_and_five_faults(tmp_path: Path, seed: int, compression: str) -> None:
     faults = schedule(seed, 5, 60)
@@ -91,7 +92,7 @@ def test_sixty_steps_and_five_faults(tmp_path: Path, seed: int, compression: str
         assert {c.codec for c in report["log"][0].numerics.codecs} == {compression}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_what_wakes_too_late_counts_for_nothing(tmp_path: Path) -> None:
     """A host is frozen, replaced, and wakes while its replacement works; another one is cut off and healed."""
     faults = tuple(Fault(step=step, kind=kind, pick=pick, steps=6) for step, kind, pick in _FROZEN)
@@ -106,7 +107,7 @@ def test_what_wakes_too_late_counts_for_nothing(tmp_path: Path) -> None:
 _FROZEN: list[tuple[int, Kind, int]] = [(12, "freeze", 1), (25, "cut", 2)]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_neighbours_killed_together(tmp_path: Path) -> None:
     faults = (Fault(step=24, kind="neighbours", pick=1, steps=0), Fault(step=25, kind="kill", pick=0, steps=0))
     report, chaos, _ = with_faults(faults, 40)
@@ -114,7 +115,7 @@ def test_neighbours_killed_together(tmp_path: Path) -> None:
     check(report, 40, tmp_path)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_cuts_and_codecs_change_under_faults_as_a_numeric_log_says(tmp_path: Path) -> None:
     """Who dies right before a change, in it, or leaves right after; the log's own weights come out."""
     base = Numerics(cuts=(3, 9, 14), micro_batches=4, micro_batch_size=2)
@@ -135,7 +136,7 @@ def test_cuts_and_codecs_change_under_faults_as_a_numeric_log_says(tmp_path: Pat
     check(report, 40, tmp_path)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_peer_that_becomes_slow_is_given_less(tmp_path: Path) -> None:
     """The model is large enough that its stages compute most of the time. How many steps it takes to see the slow one
     depends on what else the machine does (the bound is a benchmark's); that the plan changes, that it says why, and
@@ -203,20 +204,25 @@ import sys, torch
 import fusion_p2p
 from tests.cluster import plain
 torch.set_num_threads(1)
-folder, steps, *addresses = sys.argv[1:]
+folder, steps, pause, *addresses = sys.argv[1:]
 settings = dict(data=plain.token_batches(int(steps), 8), swarm=addresses, run_dir=folder, compute=False, save_every=10)
 make = dict(stages=4, compression="none", micro_batches=4, micro_batch_size=2)
 adamw = fusion_p2p.AdamW(lr=3e-3, clip_norm=1.0)
 with fusion_p2p.Run(plain.gpt2(), optimizer=adamw, **make, **settings) as run:
     for step in run.steps(int(steps)):
         print(step.step, flush=True)
+        if step.step == int(pause):
+            sys.stdin.readline()
     print(run.report()["weights_blake2b"], flush=True)
 """
 
 
-def start_trainer(folder: Path, steps: int, swarm: LocalSwarm) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", TRAINER, str(folder), str(steps), *swarm.addresses]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start_trainer(folder: Path, steps: int, swarm: LocalSwarm, *, pause: int) -> subprocess.Popen[str]:
+    """After step `pause` it waits for a line: what is done to it then befalls it there, however slow this process is.
+    Steps that were under way end meanwhile, and its session lives."""
+    command = [sys.executable, "-c", TRAINER, str(folder), str(steps), str(pause), *swarm.addresses]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def wait_for_step(trainer: subprocess.Popen[str], step: int) -> None:
@@ -239,27 +245,28 @@ def resume(folder: Path, steps: int, swarm: LocalSwarm) -> tuple[dict[str, Any],
         return run.report() | {"numerics": run.plan().numerics}, first_s
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "with a host"])
-def test_a_killed_trainer_goes_on(tmp_path: Path, alone: bool) -> None:
+def test_a_killed_trainer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
     """Its stages are where they were, and all that is lost is the host that died with it."""
+    monkeypatch.setattr(trainer_assembly, "ADOPT_S", 60.0)  # a host that lives may be slow to say so on a busy machine
     with LocalSwarm(peers=PEERS) as swarm:
-        trainer = start_trainer(tmp_path / "run", 40, swarm)
+        trainer = start_trainer(tmp_path / "run", 40, swarm, pause=17)
         wait_for_step(trainer, 17)
-        hosts = RunFolder(tmp_path / "run").hosts()
+        trainer.kill()
+        trainer.communicate()
+        hosts, saved = RunFolder(tmp_path / "run").hosts(), RunFolder(tmp_path / "run").manifest().step
         assert hosts is not None
         lost = "" if alone else hosts.plan.host(1).peer
-        trainer.kill()
         if lost:
             victim = psutil.Process(swarm.find(lost).pid)
             for process in [*victim.children(recursive=True), victim]:
                 process.kill()
-        trainer.communicate()
         report, first_s = resume(tmp_path / "run", 40, swarm)
     print(f"first step {first_s:.1f} s after the restart; {[e['text'] for e in report['events']]}")
     adopted = sum(p.peer != lost for p in hosts.plan.placement)
     assert f"{adopted} stages go on where they were" in {e["text"] for e in report["events"]}
-    assert [s["step"] for s in report["steps"]] == list(range(10, 40))
+    assert saved <= 20 and [s["step"] for s in report["steps"]] == list(range(saved, 40))
     expected = undisturbed_weights(
         plain.gpt2(),
         as_source(plain.token_batches(40, 8), tmp_path / "spool"),
@@ -270,17 +277,17 @@ def test_a_killed_trainer_goes_on(tmp_path: Path, alone: bool) -> None:
     assert report["weights_blake2b"] == expected
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_second_trainer_takes_over_by_name(tmp_path: Path) -> None:
     """The same run started twice: in one folder it is refused; from a copy the newer session leads, the older ends."""
     folder, copy = tmp_path / "run", tmp_path / "copy"
     with LocalSwarm(peers=PEERS) as swarm:
-        older = start_trainer(folder, 2_000, swarm)
+        older = start_trainer(folder, 40, swarm, pause=12)
         wait_for_step(older, 12)
         with pytest.raises(InputError, match="in use by another trainer"):
             resume(folder, 40, swarm)
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("trainer.key"))
         report, _ = resume(copy, 40, swarm)
-        said = older.communicate(timeout=60)[1]
+        said = older.communicate("go on\n", timeout=120)[1]
     assert older.returncode != 0 and "RunPaused" in said and "is led by trainer" in said
     assert report["steps"][-1]["step"] == 39

@@ -18,7 +18,8 @@ from dht.p2pd import MAX_FILES
 from dht.transport import Stream, StreamHandler
 from tests.dht_samples import peer_record
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
+AT_ONCE_S = 0.5  # of the cap: what passes after a rest, and what one read of a socket brings
 
 
 async def echo(stream: Stream) -> None:
@@ -28,7 +29,7 @@ async def echo(stream: Stream) -> None:
 async def asks(transport: p2p.P2PTransport, peer: str) -> bytes:
     stream = await transport.open_stream(peer, "/fusion/1/echo")
     stream.writer.write(b"ping")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         answer = await stream.reader.read(4)
     stream.writer.close()
     return answer
@@ -105,7 +106,7 @@ def test_a_peer_that_opens_too_many_streams_is_refused(tmp_path: Path) -> None:
         streams, refused = [], 0
         for _ in range(6):
             stream = await b.open_stream(a.peer_id, "/fusion/1/hold")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 refused += not await stream.reader.read(2)
             streams.append(stream)
         assert (served, refused) == (3, 3)
@@ -142,12 +143,13 @@ def test_a_download_cap_holds_as_seen_by_the_sender(tmp_path: Path) -> None:
                 await stream.writer.drain()
 
         pours = [asyncio.create_task(pour(s)) for s in streams]
-        await asyncio.sleep(1)  # what sockets hold at first passes at once
-        before, start = dict(taken), time.monotonic()
-        await asyncio.sleep(3)
+        start = time.monotonic()
+        async with asyncio.timeout(120):  # however slow the machine is: more than the cap lets pass is what must not be
+            while min(taken.values()) < 4 * rate:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
         seconds = time.monotonic() - start
-        for name in taken:
-            assert 0.2 * rate < (taken[name] - before[name]) / seconds < 1.1 * rate
+        for came in taken.values():
+            assert came < rate * (1.1 * seconds + AT_ONCE_S)
         for task in pours:
             task.cancel()
         for part in (executor, b, a):

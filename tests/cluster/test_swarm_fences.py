@@ -21,7 +21,7 @@ from dht.node import Board
 from dht.records import NO_FENCE
 from peer import preflight
 from peer.swarm_network import read_links
-from tests.cluster.site_peer import MBIT, PACE, Emulated
+from tests.cluster.site_peer import PACE, Emulated
 from tests.cluster.swarm_cluster import Cluster
 from tests.cluster.test_peer_daemon import status
 from tests.cluster.volunteer_process import Peer
@@ -174,7 +174,7 @@ def test_a_twin_that_comes_later_is_noticed_by_the_files_name(tmp_path: Path) ->
             await asyncio.to_thread(daemon.event, "joined")
             twin = Identity.from_bytes((daemon.home / "identity").read_bytes())
             address = f"/ip4/198.51.100.9/tcp/4001/p2p/{twin.peer_id}"
-            async with asyncio.timeout(100):
+            async with asyncio.timeout(300):
                 while (found := await asyncio.to_thread(status, daemon.home))["warning"] == "":
                     now = board.clock.now()
                     copy = peer_record(twin, addresses=(address,), published=now)

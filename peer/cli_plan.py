@@ -31,7 +31,7 @@ from fusion_p2p.planner.gantt import svg
 from fusion_p2p.planner.testbed import testbed_names
 
 GATHER_S = 20.0  # for volunteers to be seen and to have measured their devices
-LADDERS = ("default", "dense", "topk", "topk:RATIO")
+LADDERS = ("default", "adatopk:PERCENT", "dense", "topk", "topk:RATIO")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,7 @@ def run(options: PlanOptions) -> str:
     network = _network(options)
     workload, micro_batches = _workload(options)
     micro_batches = options.micro_batches or micro_batches
-    summary_mode = options.config is None
-    ladder = _ladder(options.codecs or ("topk" if summary_mode else "default"), options.tau, workload)
+    ladder = _ladder(options.codecs, options.tau, workload) if options.codecs else ladder_of_run(options)
     proposal = plan(workload, network, micro_batches=micro_batches, ladder=ladder, allow_skip=not options.every_device)
     against = _baselines(proposal) if options.baselines else {}
     if options.picture is not None:
@@ -150,9 +149,25 @@ def _captured(path: Path) -> tuple[Workload, int]:
     return from_atoms(config.run.name, atoms(dag, size), samples=size), config.batch.micro_batches
 
 
+def ladder_of_run(options: PlanOptions) -> Ladder:
+    """What the configuration compresses with; the published rule for a model that is only a summary."""
+    if options.config is None:
+        return top_k_ladder(100.0, options.tau)
+    from fusion_p2p.adatopk import ladder_of
+    from peer.config import load
+
+    return ladder_of(load(options.config).numerics.compression, tau=options.tau)
+
+
 def _ladder(text: str, tau: float, workload: Workload) -> Ladder:
     if text == "default":
         return default_ladder(tau, workload.wire_bytes_per_element)
+    if text.startswith("adatopk"):
+        from fusion_p2p.adatopk import allowed_loss
+
+        allowed = allowed_loss(text)
+        if allowed is not None:
+            return default_ladder(tau, workload.wire_bytes_per_element, allowed)
     if text == "dense":
         return Ladder((DENSE,), tau)
     if text == "topk":

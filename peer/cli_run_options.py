@@ -77,7 +77,8 @@ LadderOption = Annotated[
     str | None,
     typer.Option(
         metavar="LADDER",
-        help="default, dense, topk or topk:RATIO, for the links to use. Default: default; topk with --model.",
+        help="default, adatopk:PERCENT, dense, topk or topk:RATIO, for the links to use. Default: CONFIG's "
+        "numerics.compression; topk with --model.",
     ),
 ]
 TauOption = Annotated[

@@ -16,7 +16,7 @@ import torch
 
 from fusion_p2p.optim import AdamW
 from fusion_p2p.plan import Numerics
-from peer import checkpoint, cli_run, config
+from peer import checkpoint, cli_plan, cli_run, config
 from peer.data_open import open_data
 from peer.models import build_model
 from peer.protocol import RunSpec, Signed
@@ -291,6 +291,14 @@ def test_plan_of_a_configuration_on_a_testbed(call: Call) -> None:
     assert "stage  0" in out and "what any plan could do" in out
 
 
+def test_a_plan_compresses_as_its_configuration_says(call: Call) -> None:
+    assert cli_plan.ladder_of_run(cli_plan.PlanOptions(config=Path("run.toml"))).rungs[-1].codec == "transform:1/1"
+    Path("run.toml").write_text(CONFIG + '[numerics]\ncompression = "adatopk:0.5"\n')
+    (*_, last) = cli_plan.ladder_of_run(cli_plan.PlanOptions(config=Path("run.toml"), tau=0.5)).rungs
+    assert last.codec == "transform:3/2" and last.loss_cost <= 0.005
+    assert cli_plan.ladder_of_run(cli_plan.PlanOptions(model="gpt2")).rungs[-1].codec == "topk:0.01"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -299,6 +307,7 @@ def test_plan_of_a_configuration_on_a_testbed(call: Call) -> None:
         (("--testbed", f"{BEDS}:T2"), "no model to plan"),
         (("--testbed", "nowhere.json", "--model", "gpt2-xl"), "nowhere.json"),
         (("--testbed", f"{BEDS}:T2", "--model", "gpt2-xl", "--codecs", "zip"), "codecs 'zip' is none of"),
+        (("--testbed", f"{BEDS}:T2", "--model", "gpt2-xl", "--codecs", "adatopk:x"), "or adatopk:8 to allow 8%"),
     ],
 )
 def test_plan_says_what_is_wrong(call: Call, arguments: tuple[str, ...], words: str) -> None:

@@ -73,6 +73,17 @@ def two_sites(per_site: int = 6, *, between: float = 2e6, memory: float = 8e9) -
     )
 
 
+def test_a_plan_says_which_codec_would_fit_a_link_and_what_it_would_cost() -> None:
+    w = blocks()
+    slow = plan(w, two_sites(between=2e3), micro_batches=16, allow_skip=False)
+    assert slow.chain.rungs.count(default_ladder().rungs[-1]) == 1
+    (line,) = [r for r in explain(slow).splitlines() if "of the loss" in r]
+    assert "topk-masked:0.01 would take" in line and "compression adatopk:" in line
+    allowed = plan(w, two_sites(between=2e3), micro_batches=16, allow_skip=False, ladder=default_ladder(most_loss=9.0))
+    assert "topk-masked:0.01" in {r.codec for r in allowed.chain.rungs}
+    assert "of the loss" not in explain(allowed)
+
+
 def test_a_slow_link_between_sites_is_not_used_dense_and_is_when_compressed() -> None:
     w, net = blocks(), two_sites()
     dense = plan(w, net, micro_batches=16, ladder=DENSE_ONLY)

@@ -6,6 +6,7 @@ import asyncio
 
 SLICE_S = 0.05  # streams that share a cap wait for one another: tens of them stay within a heartbeat
 MIN_SLICE_BYTES = 1 << 10
+BURST_BYTES = 256 << 10  # that may go at once after a rest
 
 
 class Bucket:
@@ -24,7 +25,7 @@ class Bucket:
 class Limiter:
     """`bytes_per_s` None: no cap."""
 
-    def __init__(self, bytes_per_s: float | None, *, burst: int = 256 << 10) -> None:
+    def __init__(self, bytes_per_s: float | None, *, burst: int = BURST_BYTES) -> None:
         self._rate, self._burst = bytes_per_s, burst
         self._bucket: Bucket | None = None
 

@@ -1,4 +1,4 @@
-"""Volunteers join and leave, hosts among them; nothing of theirs is left behind."""
+"""Volunteers join and leave, hosts among them: nothing of theirs is left behind; many at once are fed by few."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from peer.api import LocalSwarm
 from tests.bench.elastic_faults import open_run
+from tests.bench.elastic_joins import joiners
 from tests.cluster.comings import visits
 
 
@@ -21,4 +22,14 @@ def test_six_come_and_six_go_and_nothing_is_left(tmp_path: Path, monkeypatch: py
         found = visits(swarm, run, folder, 6, steps=3, told=print)
     print(found)
     assert not found.behind and not found.grown()
+    assert found.after.rss_bytes < 1.1 * found.before.rss_bytes
     assert found.moves >= 6, "who left hosted nothing"
+
+
+@pytest.mark.timeout(300)
+def test_six_joiners_of_three_holders_one_of_which_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashes are equal, no holder is over its upload cap, a run beside them goes on; the benchmark's rows, smaller."""
+    torch.set_num_threads(1)
+    monkeypatch.setenv("FUSION_HOME", str(tmp_path / "home"))
+    rows = joiners(6 << 20, 2e6)
+    assert len(rows) == 4 and not [row for row in rows if not row.holds]

@@ -39,6 +39,8 @@ from peer.protocol import (
     Heartbeat,
     Held,
     Hello,
+    Keep,
+    Kept,
     Mark,
     Marked,
     Pass,
@@ -124,7 +126,7 @@ class _Hosted:
 
 class MiniVolunteer:
     """`refuse`: what to answer to an offer of a stage. `trial_s`: what its trial step is said to take; `unit_s`: and
-    each forward and backward.
+    each forward and backward. `keeps`: it answers those who ask it to keep other stages' snapshots.
 
     `kill` ends it as a power cut would."""
 
@@ -139,6 +141,7 @@ class MiniVolunteer:
         self.alive = True
         self.trial_s = 0.0
         self.unit_s = 0.0
+        self.keeps = False
         self._now_s = 0.0
         self.compute: type[Compute] = Compute
         self.lie: Callable[[Frame], Frame] = lambda frame: frame
@@ -196,7 +199,11 @@ class MiniVolunteer:
                     there.links.update(message.endpoints, message.plan, epoch=epoch)
                 case Mark():
                     await self._say(messages, Marked(run=spec.run, stage=message.stage, tick=message.tick))
-                    marks.add(asyncio.create_task(self._mark(messages, message)))
+                    marks.add(task := asyncio.create_task(self._mark(messages, message)))
+                    task.add_done_callback(marks.discard)
+                case Keep() if self.keeps:
+                    await fetch_blob(self.transport, self.store, spec.run, message.state, max_bytes=1 << 30)
+                    await self._say(messages, Kept(run=message.run, stage=message.stage, tick=message.tick))
                 case Renew():
                     self.renewed.put_nowait(msgspec.msgpack.decode(message.cert.body, type=SessionCert))
                 case Heartbeat():

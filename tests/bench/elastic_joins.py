@@ -117,7 +117,7 @@ def comings_and_goings(count: int, seconds: float) -> list[Row]:
                 settle_s=90.0,
                 told=progress,
             )
-    case = f"{count} joins and leaves in {seconds / 60:.0f} min, {found.moves} moves of stages"
+    case = f"{count} joins and leaves in {found.seconds / 60:.1f} min, {found.moves} moves of stages"
     left, grown = found.behind, found.grown()
     rss = found.after.rss_bytes / found.before.rss_bytes
     return [

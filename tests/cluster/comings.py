@@ -21,8 +21,9 @@ from peer.api import LocalSwarm, Run
 from peer.lab.local_swarm import READY_TIMEOUT_S, Volunteer
 
 STAY = 2  # volunteers that never leave; the swarm's addresses
-GOES_S = 15.0  # for a volunteer that says goodbye
-GREETED_S = 60.0  # for a volunteer that came to be known to the trainer
+PAIR = 2  # that come together, and go
+GOES_S = 120.0  # for a volunteer that says goodbye; long, for the machine may be busy
+GREETED_S = 120.0  # for a volunteer that came to be known to the trainer
 POOL_THREADS = 6  # of a process's own pool, made as they are first needed
 WARM_UP_SETS = 3  # before two are kept everywhere
 PROMPT_S = 1.0  # between looks at what is left
@@ -43,9 +44,10 @@ class Held:
 @dataclass(frozen=True)
 class Visits:
     """`behind`: processes, socket folders and records of those that left, and what runs beside the swarm that did not
-    before. `step_s`: median seconds of a step. `moves`: stages that went to another peer."""
+    before. `seconds`: it took. `step_s`: median of a step. `moves`: stages that went to another peer."""
 
     number: int
+    seconds: float
     before: Held
     after: Held
     step_s_before: float
@@ -72,36 +74,35 @@ def visits(
     steps: int = 20,
     told: Callable[[str], None] = lambda text: None,
 ) -> Visits:
-    """`number` volunteers join, and for each the longest-standing visitor leaves, by SIGTERM or where `killed(k)` by
-    SIGKILL; one join and one leave every `every_s` seconds at most. STAY volunteers of `swarm` stay. What is held is
-    compared once all is quiet again, or after `settle_s`."""
+    """`number` volunteers join and as many leave, PAIR at a time, the longest-standing visitors of `swarm` first: by
+    SIGTERM, or where `killed(k)` by SIGKILL. One join and one leave every `every_s` seconds at most; STAY volunteers
+    stay. What is held is compared once all is quiet again, or after `settle_s`."""
     stay, visitors = swarm.volunteers[:STAY], deque(swarm.volunteers[STAY:])
     gone: list[_Gone] = []
     step_s_before = _quiet_steps(run, steps)
     before = _held(stay, swarm, run_dir)
     begin, hosts, moves = time.monotonic(), _hosts(run), 0
-    coming = swarm.launch(stay)
-    for k in range(number):
-        newcomer, descriptor = coming
-        newcomer.wait_ready(descriptor, time.monotonic() + READY_TIMEOUT_S)
-        visitors.append(newcomer)
-        if k + 1 < number:
-            coming = swarm.launch(stay)  # the next one starts while this one is greeted
-        _until_greeted(run, newcomer)
-        leaver = _Gone(visitors.popleft())
-        gone.append(leaver)
-        leaver.leave(killed(k))
-        while time.monotonic() < begin + (k + 1) * every_s or leaver.volunteer.is_alive:
+    for k in range(0, number, PAIR):
+        coming = [swarm.launch(stay) for _ in range(PAIR)]
+        for newcomer, descriptor in coming:
+            newcomer.wait_ready(descriptor, time.monotonic() + READY_TIMEOUT_S)
+            _until_greeted(run, newcomer)
+            visitors.append(newcomer)
+        leavers = [_Gone(visitors.popleft()) for _ in range(PAIR)]
+        gone += leavers
+        for n, leaver in enumerate(leavers):
+            leaver.leave(killed(k + n))
+        while time.monotonic() < begin + (k + PAIR) * every_s or any(leaver.is_here() for leaver in leavers):
             run.train(1)
-            leaver.end_if_late()
         moves += sum(a != b for a, b in zip(hosts, _hosts(run), strict=True))
         hosts = _hosts(run)
-        told(f"{k + 1} of {number} came and went; {moves} stages moved")
+        told(f"{k + PAIR} of {number} came and went in {time.monotonic() - begin:.0f} s; {moves} stages moved")
+    seconds = time.monotonic() - begin
     step_s_after = _quiet_steps(run, steps)
     until = time.monotonic() + settle_s
     while True:
         after, behind = _held(stay, swarm, run_dir), tuple(_behind(gone, swarm.addresses))
-        found = Visits(number, before, after, step_s_before, step_s_after, moves, behind)
+        found = Visits(number, seconds, before, after, step_s_before, step_s_after, moves, behind)
         if (not behind and not found.grown()) or time.monotonic() >= until:
             return found
         time.sleep(PROMPT_S)
@@ -126,9 +127,11 @@ class _Gone:
                 process.send_signal(signal.SIGKILL)
         self.volunteer.kill()
 
-    def end_if_late(self) -> None:
-        if time.monotonic() > self._until:
+    def is_here(self) -> bool:
+        """AssertionError if it was asked to leave long ago."""
+        if self.volunteer.is_alive and time.monotonic() > self._until:
             raise AssertionError(f"volunteer {self.peer} was asked to leave and still runs after {GOES_S:.0f} s")
+        return self.volunteer.is_alive
 
 
 def _behind(gone: Sequence[_Gone], addresses: Sequence[str]) -> Iterator[str]:

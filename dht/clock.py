@@ -19,6 +19,8 @@ _WARN_S = 3.0
 
 
 class SwarmClock:
+    """This machine's clock plus `offset_s`, what it lacks to the swarm's."""
+
     def __init__(self) -> None:
         self.offset_s = 0.0
 

@@ -36,6 +36,8 @@ class LinkEstimate:
 
 
 class LinkBook:
+    """Any link from what peers, links and fences published: measured, of its fences, or guessed from coordinates."""
+
     def __init__(
         self, peers: Iterable[PeerRecord], links: Iterable[LinksRecord], fences: Iterable[FenceView] = ()
     ) -> None:

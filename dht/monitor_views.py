@@ -30,6 +30,8 @@ PeerState: TypeAlias = Literal["free", "busy", "paused", "late", "silent", "left
 
 
 class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A device as its peer says; None: unknown, or too large to be true."""
+
     kind: str
     name: str
     flops_per_s: float | None
@@ -135,6 +137,8 @@ class EventInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A run as its owner says; times in unix seconds of the swarm, None: unknown. 'silent': its record ran out."""
+
     run: str
     name: str
     owner: str
@@ -233,6 +237,7 @@ def _confirmed(peer: str, work: Work, runs: Mapping[str, RunView]) -> bool:
 
 
 def fence_info(view: FenceView, now: float) -> FenceInfo:
+    """A fence's record made presentable at swarm time `now`; figures that are 0 become unknown."""
     inside = view.summary
     return FenceInfo(
         fence=view.id, leader=view.leader, term=view.term, members=view.members,

@@ -146,6 +146,8 @@ class RunStages(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=
 
 
 class RunLinks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="run-links"):
+    """One part of a run's links: what each has sent, in bytes, and by which codec."""
+
     run: RunId
     owner: Key32
     part: Annotated[int, Meta(ge=0, le=63)]
@@ -163,6 +165,8 @@ class RunEvents(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=
 
 
 class RunFigures(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="run-figures"):
+    """One part of what a run's stages took in the last step, in seconds."""
+
     run: RunId
     owner: Key32
     part: Annotated[int, Meta(ge=0, le=63)]

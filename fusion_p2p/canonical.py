@@ -68,6 +68,7 @@ def location(stack_trace: str | None) -> str:
 
 
 def spec_of(value: Any) -> ValueSpec:
+    """Shape and type of a traced `value`; CaptureError if the type is not ours or the shape depends on data."""
     dtype = NAMES.get(value.dtype)
     if dtype is None:
         raise CaptureError(f"dtype {value.dtype} is not supported; convert to one of {', '.join(NAMES.values())}")

@@ -14,6 +14,8 @@ TRAINER = -1  # the endpoint number of the run's trainer
 
 
 class Kind(enum.IntEnum):
+    """What a frame carries, from whom to whom; the numbers are on the wire."""
+
     STEP = 1  # trainer -> every stage: StepHeader; opens a tick (the release of DESIGN section 2)
     DATA = 2  # trainer -> stages that read a batch tensor
     ACT = 3  # activation, producer -> consumer
@@ -27,6 +29,8 @@ class Kind(enum.IntEnum):
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """One numbered message between stages (-1: the trainer). `payload`: bytes as `Payloads` made them for this kind."""
+
     kind: Kind
     src: int
     dst: int

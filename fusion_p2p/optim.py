@@ -23,17 +23,19 @@ SLOTS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)
 
 
 def Constant(warmup: int = 0) -> Schedule:
-    """Factor 1 after `warmup` steps of linear rise."""
+    """Factor 1 of the learning rate after `warmup` steps of linear rise. InputError comes from AdamW and SGD."""
     return Schedule(kind="constant", warmup=warmup)
 
 
 def Linear(warmup: int = 0, total: int = 0, floor: float = 0.0) -> Schedule:
-    """Linear decay from 1 at step `warmup` to `floor` at step `total`; `total` 0: no decay."""
+    """Linear decay from 1 at step `warmup` to `floor`, a factor in [0, 1], at step `total`; `total` 0: no decay.
+    AdamW and SGD raise InputError on bad values."""
     return Schedule(kind="linear", warmup=warmup, total=total, floor=floor)
 
 
 def Cosine(warmup: int = 0, total: int = 0, floor: float = 0.0) -> Schedule:
-    """Half a cosine from 1 at step `warmup` to `floor` at step `total`; `total` 0: no decay."""
+    """Half a cosine from 1 at step `warmup` to `floor`, a factor in [0, 1], at step `total`; `total` 0: no decay.
+    AdamW and SGD raise InputError on bad values."""
     return Schedule(kind="cosine", warmup=warmup, total=total, floor=floor)
 
 
@@ -47,7 +49,13 @@ def AdamW(
     groups: tuple[WeightDecayGroup, ...] = (),
     clip_norm: float | None = None,
 ) -> OptimizerSpec:
-    """torch.optim.AdamW with these hyperparameters (same defaults). InputError on a value it would refuse."""
+    """torch.optim.AdamW as data, with its own defaults of `betas`, `eps` and `weight_decay` (decoupled).
+
+    `lr`: at the schedule's factor 1. `schedule`: a function of the step, None: constant (`Constant`, `Linear`,
+    `Cosine`). `groups`: another weight decay for parameters by name; the first match wins. `clip_norm`: the most that
+    the norm of all gradients together may be (torch.nn.utils.clip_grad_norm_), None: no clipping.
+    InputError on a value that torch.optim would refuse.
+    """
     return check(
         OptimizerSpec(
             kind="adamw",
@@ -73,7 +81,13 @@ def SGD(
     groups: tuple[WeightDecayGroup, ...] = (),
     clip_norm: float | None = None,
 ) -> OptimizerSpec:
-    """torch.optim.SGD with these hyperparameters. InputError on a value it would refuse."""
+    """torch.optim.SGD as data: `momentum`, `dampening`, `nesterov`, and `weight_decay` added to the gradient.
+
+    `lr`: at the schedule's factor 1. `schedule`: a function of the step, None: constant (`Constant`, `Linear`,
+    `Cosine`). `groups`: another weight decay for parameters by name; the first match wins. `clip_norm`: the most that
+    the norm of all gradients together may be (torch.nn.utils.clip_grad_norm_), None: no clipping.
+    InputError on a value that torch.optim would refuse.
+    """
     return check(
         OptimizerSpec(
             kind="sgd",

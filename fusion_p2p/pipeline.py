@@ -28,7 +28,9 @@ class LocalPipeline:
 
     A batch has the structure of the captured example, with at most `micro_batches` x `micro_batch_size` samples.
     The model's own tensors are copied, not changed. `on_frame` sees every frame between stages,
-    `on_report` each stage's report of each tick.
+    `on_report` each stage's report of each tick. `optimizer`: `AdamW` or `SGD`. `codecs`: one a cut, none: dense.
+    `seed`: of all random tensors. `dtype`: "float32" or "bfloat16", in which it computes. `recompute`: activations are
+    computed again in the backward. `device`: as torch names it.
     `compute`: stage -> what runs its operators, where that is not PyTorch. InputError for cuts, dtype or a batch that
     do not fit. Losses are in nats where the model's are; weights are bit for bit those of a swarm with these numerics
     (DESIGN section 2).
@@ -68,7 +70,7 @@ class LocalPipeline:
         self.step = 0
 
     def change(self, cuts: Sequence[int], codecs: Sequence[LinkCodec] = ()) -> None:
-        """Other cuts or codecs from the next step on, as a run changes them at a complete set."""
+        """Other `cuts` or `codecs` from the next step on, as a run does at a complete set. InputError as above."""
         held = [stage.snapshot() for stage in self.stages]
         numerics = msgspec.structs.replace(self.numerics, cuts=tuple(cuts), codecs=tuple(codecs))
         self._cut_as(numerics, lambda p: redistribute(held, p))
@@ -92,13 +94,13 @@ class LocalPipeline:
         ]
 
     def train_step(self, batch: Any) -> float:
-        """One optimizer step; the mean loss over the batch before it."""
+        """One optimizer step on `batch`; the mean loss over it before the step. InputError if it does not fit."""
         loss = self._run(batch, training=True)
         self.step += 1
         return loss
 
     def evaluate(self, batches: Iterable[Any]) -> float:
-        """Mean loss over all samples, in eval mode; changes nothing."""
+        """Mean loss over all samples of `batches`, in eval mode; changes nothing. InputError if there are none."""
         total, samples = 0.0, 0
         for batch in batches:
             sizes, _ = self._cut(batch, training=False)

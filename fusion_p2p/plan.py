@@ -58,6 +58,8 @@ class StagePlacement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
+    """What the planner expects of a plan, in seconds a step; 0 for a bound that was not computed."""
+
     step_time_s: float
     parts: dict[str, float] = {}  # named seconds that explain it
     lower_bound_s: float = 0.0

@@ -80,7 +80,7 @@ class StageProgram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def split(dag: OpDag, cuts: Sequence[int]) -> tuple[StageProgram, ...]:
-    """Stage k of the result holds atoms cuts[k-1] .. cuts[k]-1; no cuts: one stage (DESIGN section 4, "Split").
+    """`dag` as stages: stage k holds atoms cuts[k-1] .. cuts[k]-1; no cuts: one stage (DESIGN section 4, "Split").
 
     InputError unless cuts ascend strictly within 1 .. (number of atoms - 1).
     """

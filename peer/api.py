@@ -80,6 +80,9 @@ class Run(Training):
     set where that pays, and says so in the numeric log. numeric_log: the numeric_log.jsonl of a run whose changes are
     repeated at their steps, so that the weights are that run's (its cuts and codecs hold, not the planner's).
     dtype: "bfloat16" computes in it, weights stay float32.
+    name, description: what the board shows. clip_norm: as of the optimizer, which it replaces. seed: of all random
+    tensors and the data's order. threads: of each stage's computation; they change bits. total_steps: what the board
+    shows as the end, 0: unknown.
     device_class: stages go to "cpu" or "cuda" devices only; "auto": to what is faster in sum.
     recompute: activations are computed again in the backward instead of kept; changes no bit.
     allow_peers: only these peer ids see the run. compute: this machine hosts stages too, where `swarm` is an address.
@@ -189,7 +192,9 @@ class Run(Training):
         """The run in `run_dir`, from its newest complete set on, with whatever volunteers there are now.
 
         No model code is needed (`model` only for `export`): the folder holds the checked OP-DAG. What the numeric log
-        prescribes for later steps is done; `stages` and `compression` count where `numerics` is "adaptive".
+        prescribes for later steps is done; `stages` and `compression` count where `numerics` is "adaptive". `data`,
+        `swarm`, `allow_peers`, `compute`, `save_every`, `recover_s`, `total_steps` and `on` as of `Run`.
+        Raises InputError (no complete set there, another model), RunPaused.
         """
         run = cls(
             model,

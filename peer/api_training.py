@@ -60,7 +60,11 @@ class Training:
         return self._opened().session.trainer.step
 
     def steps(self, count: int) -> Generator[StepResult, None, None]:
-        """Train `count` steps, yielding each as it ends. Who leaves early keeps the steps under way, AHEAD at most."""
+        """Train `count` steps, yielding each as it ends. Who leaves early keeps the steps under way, AHEAD at most.
+
+        Raises RunPaused (a stage is lost and nobody takes it), InputError (the run is not open, or what `data` yields
+        does not fit).
+        """
         under_way = deque[asyncio.Future[TickResult]]()
         released = 0
         try:
@@ -75,7 +79,7 @@ class Training:
             raise
 
     def train(self, count: int) -> TrainSummary:
-        """Train `count` steps; blocks."""
+        """Train `count` steps; blocks. Raises as `steps`."""
         begin = time.perf_counter()
         done = list(self.steps(count))
         return summary(done, time.perf_counter() - begin)
@@ -84,6 +88,7 @@ class Training:
         """Mean loss over every sample of `data` (batches, or a source of ours), in eval mode on the swarm.
 
         Changes nothing. A batch may have any number of samples: a large one passes in parts of a global batch's size.
+        Raises InputError if there are none, RunPaused.
         """
         samples = self._numerics.micro_batches * self._numerics.micro_batch_size
         under_way = deque[asyncio.Future[TickResult]]()
@@ -117,7 +122,8 @@ class Training:
     # --- state
 
     def save(self) -> int:
-        """A complete set in the run folder, verified; the step it holds. `Run.resume` goes on from the newest."""
+        """A complete set in the run folder, verified; the step it holds. `Run.resume` goes on from the newest.
+        Raises RunPaused, DiskFull."""
         o = self._opened()
         manifest = o.loop.call(o.session.trainer.save(position(o.source)))
         self._saved_step = manifest.step
@@ -151,9 +157,10 @@ class Training:
         return {n: t for n, t in held.items() if n not in hidden and dag.aliases.get(n) not in hidden}
 
     def export(self, out: str | os.PathLike[str], *, adapter: bool = False) -> list[str]:
-        """Load the weights into the model and write it as a folder that `from_pretrained` loads; its files.
+        """Load the weights into the model and write it as the folder `out` that `from_pretrained` loads; its files.
 
         adapter: only the adapter of a peft model; else an adapter is merged into what is written.
+        Raises InputError if `out` is not empty, or the run was resumed without its model.
         """
         from peer.export import export, load_weights
 

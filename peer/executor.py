@@ -388,6 +388,7 @@ async def run(connection: socket.socket) -> None:
 
 
 def main() -> None:
+    """The process: its one argument is the descriptor of the daemon's socket."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.setblocking(False)

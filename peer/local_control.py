@@ -25,6 +25,8 @@ class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StageView(msgspec.Struct, frozen=True, kw_only=True):
+    """A stage that this volunteer hosts, for its owner's eyes."""
+
     run: str
     name: str
     owner: str

@@ -76,6 +76,7 @@ def host_findings(home: Path, *, memory_bytes: int) -> list[Finding]:
 
 
 def identity_finding(path: Path) -> Finding:
+    """Whether the identity file at `path` can be used; none yet is no failure."""
     try:
         return Finding(name="identity", ok=True, text=f"{load(path).peer_id} ({path})")
     except FileNotFoundError:

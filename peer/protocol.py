@@ -231,6 +231,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted", kw_only=True):
+    """A volunteer takes the stage: where it answers, its memory in bytes, what its trial step took in seconds."""
+
     run: str
     stage: int
     incarnation: int
@@ -250,6 +252,8 @@ class Marked(msgspec.Struct, frozen=True, tag="marked", kw_only=True):
 
 
 class Snapshotted(msgspec.Struct, frozen=True, tag="snapshotted", kw_only=True):
+    """A stage's state at `tick` lies at its host, under the hash in `state`."""
+
     run: str
     stage: int
     incarnation: int

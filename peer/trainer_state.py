@@ -56,6 +56,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run is, kept in its folder for `list`, `show` and whoever resumes it."""
+
     name: str
     run: str
     phase: str  # waiting, training, paused, stopped, done

@@ -40,6 +40,8 @@ _KINDS = frozenset(int(k) for k in Kind)
 
 
 class Tag(enum.IntEnum):
+    """What follows on a channel's stream, as its first byte."""
+
     FRAME = 1
     DIGEST = 2
     BEAT = 3
@@ -186,6 +188,7 @@ def message_length(raw: bytes) -> int:
 
 
 def unpack_open(raw: bytes) -> Open:
+    """The first message of a channel; WireError if malformed or of another wire version."""
     try:
         message = _OPEN.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -272,6 +272,7 @@ def make_app(hub: Hub, *, hosts: tuple[str, ...] = ("*",)) -> Starlette:
 
 
 def is_loopback(host: str) -> bool:
+    """Whether `host` reaches this machine alone."""
     if host == "localhost":
         return True
     try:

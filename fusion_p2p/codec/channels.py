@@ -46,6 +46,7 @@ def remove_mean(rows: torch.Tensor) -> tuple[torch.Tensor, list[wire.Buffer]]:
 
 
 def read_mean(body: wire.Reader, shape: Shape, device: torch.device) -> torch.Tensor | None:
+    """The (channels,) float32 mean of a frame, None where there are too few rows for one; FrameError if not finite."""
     rows, channels = split(shape)
     if rows < _MIN_ROWS:
         return None

@@ -11,6 +11,8 @@ _BLOCK = 1024
 
 
 class Int8(Codec):
+    """Eight bits an element and one scale a row: just under 4x."""
+
     id = wire.INT8
     name = "int8"
 

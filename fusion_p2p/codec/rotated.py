@@ -13,6 +13,8 @@ from fusion_p2p.codec.names import bits, numbers
 
 
 class Rotated(Codec):
+    """Randomly rotated blocks in few bits an element; unbiased in the backward (`rotation.py`)."""
+
     id = wire.ROTATED
 
     def __init__(self, forward_bits: float, backward_bits: float, device: str | torch.device = "cpu") -> None:

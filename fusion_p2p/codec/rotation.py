@@ -132,6 +132,7 @@ def read_scales(body: wire.Reader, count: int) -> torch.Tensor:
 
 
 def encode(flat: torch.Tensor, bits: float, key: FrameKey, salt: int, unbiased: bool) -> list[wire.Buffer]:
+    """A (elements,) tensor as scales and symbols of `bits` each, rotated by `key`, `salt`; `unbiased`: in the mean."""
     step, peak = STEP[bits], _peak(bits)
     scales, symbols = [], []
     for c in rotate(flat, key, salt):

@@ -43,6 +43,8 @@ def principal_axes(rows: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 class Subspace(Codec):
+    """Coordinates along the `rank` strongest directions, in few bits; the gradient in the same basis."""
+
     id = wire.SUBSPACE
 
     def __init__(
@@ -141,6 +143,7 @@ class Subspace(Codec):
 
 
 def make(arg: str, device: torch.device) -> Subspace:
+    """The codec of "subspace:RANK/BITS[/BITS]"; InputError names what is wrong."""
     if arg.count("/") < 2:
         arg += "/" + arg.rpartition("/")[2]
     rank, *widths = numbers(arg, "subspace:64/4", 3)

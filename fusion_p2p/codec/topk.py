@@ -21,6 +21,8 @@ def kept(shape: Shape, density: float) -> int:
 
 
 class TopK(Codec):
+    """The published baseline: the largest `density` of the elements, chosen anew forward and backward."""
+
     id = wire.TOPK
 
     def __init__(self, density: float, device: str | torch.device = "cpu") -> None:

@@ -86,6 +86,8 @@ def _log_decode(body: wire.Reader, k: int, device: torch.device) -> torch.Tensor
 
 
 class TopKMasked(Codec):
+    """The largest `density` of the activation; the gradient at those places, without indices (DESIGN section 6)."""
+
     id = wire.TOPK_MASKED
 
     def __init__(self, density: float, backward_bits: float = 4, device: str | torch.device = "cpu") -> None:

@@ -74,6 +74,8 @@ def metric_of(gradient: Axes) -> torch.Tensor:
 
 
 class Transform(Codec):
+    """Elements along axes learnt from the tensor, in bits shared out by spread; mean bits as the name says."""
+
     id = wire.TRANSFORM
 
     def __init__(self, forward_bits: float, backward_bits: float, device: str | torch.device = "cpu") -> None:

@@ -259,7 +259,7 @@ class LocalSwarm:
         self.stop()
 
     def add(self) -> Volunteer:
-        """One volunteer more, ready."""
+        """Start one volunteer more and wait until it is ready; raises VolunteerFailed."""
         volunteer, descriptor = self.launch(self.alive)
         volunteer.wait_ready(descriptor, time.monotonic() + READY_TIMEOUT_S)
         return volunteer

@@ -1,13 +1,14 @@
 """How long operators take: a prior from FLOPs and bytes, then each distinct call timed once on the device.
 
 FusionLLM section 3.3. A call's signature is its operator, plain arguments, shapes, types, and which inputs want a
-gradient; GPT-2 of any depth has about twenty. The table is kept per device and torch build (`table_name`), so a second
+gradient; GPT-2 of any depth has about twenty. The table is kept per device and torch build (`load_table`), so a second
 run times only what is new. Moving averages of real stage times correct the whole device: `planner.replan.corrected`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from fusion_p2p.cost import flops, moved_bytes
+from fusion_p2p.cost import flops, moved_bytes, spec_bytes, workspace_bytes
 from fusion_p2p.errors import FusionError
 from fusion_p2p.flow import Flow, analyse, is_float
 from fusion_p2p.interp import BY_MODE, Program
@@ -27,8 +28,9 @@ from fusion_p2p.planner.network import AtomTimes
 from fusion_p2p.seeded import RngKey
 from fusion_p2p.workload import atoms
 
-TABLE_VERSION = 1
-MAX_ENTRIES = 100_000
+TABLE_VERSION = 2
+MAX_ENTRIES = 20_000  # the oldest go first; about 3 MB on disk
+MOST_WHAT = 120
 Clock = Callable[[], float]
 
 # What an operator class reaches of a device's matmul rate, before anything is timed.
@@ -45,17 +47,19 @@ ELEMENTWISE = 0.05
 
 
 class OpTime(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds of one call: median of the repeats."""
+    """Seconds of one call: median of the repeats. `what`: the operator and the shapes that it was called with."""
 
     forward_s: float
     backward_s: float
+    what: str = ""
 
 
 class OpTable(msgspec.Struct, kw_only=True):
-    """Signature -> seconds, on one device and torch build."""
+    """Signature -> seconds, on one device and torch build. `hardware`: the device's own name."""
 
     version: int = TABLE_VERSION
     device: str
+    hardware: str = ""
     build: str
     times: dict[str, OpTime] = {}
 
@@ -70,19 +74,39 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 def table_name(device: str) -> str:
     """File name of a device's table: device, processor count in use, torch build."""
-    return re.sub(r"[^A-Za-z0-9.]+", "-", f"ops-{device}-{torch.get_num_threads()}-{torch.__version__}") + ".json"
+    return _safe(f"ops-{device}-{torch.get_num_threads()}-{torch.__version__}") + ".json"
 
 
-def load_table(folder: Path, device: str) -> OpTable:
-    """The table kept for this device, empty if there is none or it is not readable as one."""
-    empty = OpTable(device=device, build=str(torch.__version__))
-    try:
-        table = msgspec.json.decode((folder / table_name(device)).read_bytes(), type=OpTable)
-    except (OSError, msgspec.DecodeError, RecursionError):
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name)
+
+
+def load_table(folder: Path, device: str, hardware: str = "") -> OpTable:
+    """The table kept for this device, empty if there is none, it is not readable as one, or of another device."""
+    empty = OpTable(device=device, hardware=hardware, build=str(torch.__version__))
+    table = _read(folder / table_name(device))
+    if table is None:
         return empty
-    fits = (table.version, table.device, table.build) == (empty.version, empty.device, empty.build)
+    fits = (table.version, table.device, table.hardware, table.build) == (
+        empty.version, empty.device, empty.hardware, empty.build,
+    )  # fmt: skip
+    return table if fits else empty
+
+
+def kept_tables(folder: Path, device: str, hardware: str) -> list[OpTable]:
+    """Every table that is kept of a device: one for each count of processors in use and each torch build."""
+    paths = sorted(folder.glob(_safe(f"ops-{device}-") + "*.json")) if folder.is_dir() else []
+    found = [t for p in paths if (t := _read(p)) is not None]
+    return [t for t in found if (t.version, t.device, t.hardware) == (TABLE_VERSION, device, hardware)]
+
+
+def _read(path: Path) -> OpTable | None:
+    try:
+        table = msgspec.json.decode(path.read_bytes(), type=OpTable)
+    except (OSError, msgspec.DecodeError, RecursionError):
+        return None
     sane = all(0 <= t.forward_s < 1e4 and 0 <= t.backward_s < 1e4 for t in table.times.values())
-    return table if fits and sane and len(table.times) <= MAX_ENTRIES else empty
+    return table if sane and len(table.times) <= MAX_ENTRIES else None
 
 
 def save_table(table: OpTable, folder: Path) -> None:
@@ -111,25 +135,49 @@ def signature(dag: OpDag, node: Node, grad: Sequence[bool], batch: int) -> str:
 
 
 def measure(
-    dag: OpDag, batch: int, table: OpTable, *, clock: Clock, repeats: int = 5, budget_s: float = 60.0
+    dag: OpDag,
+    batch: int,
+    table: OpTable,
+    *,
+    clock: Clock,
+    repeats: int = 5,
+    budget_s: float = 60.0,
+    most_bytes: float = math.inf,
 ) -> OpTable:
     """Time every signature of the model's training pass that `table` lacks; `table` is filled in place and returned.
 
-    Inputs are made up in the declared shapes; integers within their range. What is left when `budget_s` is over keeps
-    the prior. FusionError if an operator fails on its declared shapes.
+    Inputs are made up in the declared shapes; integers within their range. What is left when `budget_s` is over, or
+    would take more than `most_bytes` of memory, keeps the prior. FusionError if an operator fails on its shapes.
     """
     flow = analyse(dag)
     device = torch.device(table.device)
     end = clock() + budget_s
     made = _Inputs(dag, flow, batch, device)
-    for n in flow.order:
-        node = dag.nodes[n]
-        if node.op == BY_MODE or OPS[node.op].cost == "view":
-            continue
-        key = signature(dag, node, flow.grad, batch)
-        if key not in table.times and len(table.times) < MAX_ENTRIES and clock() < end:
+    for key, node in _missing(dag, flow, batch, table).items():
+        if clock() < end and _bytes(dag, node, batch) <= most_bytes:
+            while len(table.times) >= MAX_ENTRIES:
+                del table.times[next(iter(table.times))]
             table.times[key] = _time(node, made, clock, repeats)
     return table
+
+
+def is_whole(dag: OpDag, batch: int, table: OpTable) -> bool:
+    """Whether every call of the model's training pass was timed."""
+    return not _missing(dag, analyse(dag), batch, table)
+
+
+def _missing(dag: OpDag, flow: Flow, batch: int, table: OpTable) -> dict[str, Node]:
+    """Signatures that the table lacks, each with a node of it."""
+    timed = (dag.nodes[n] for n in flow.order)
+    nodes = (n for n in timed if n.op != BY_MODE and OPS[n.op].cost != "view")
+    of = {signature(dag, node, flow.grad, batch): node for node in nodes}
+    return {key: node for key, node in of.items() if key not in table.times}
+
+
+def _bytes(dag: OpDag, node: Node, batch: int) -> int:
+    """Of a call's values, their gradients and one more copy, and what its kernel takes."""
+    values = (*refs(node.args), *refs(node.kwargs), *(o for o in node.outs if o >= 0))
+    return 3 * sum(spec_bytes(dag.values[v], batch) for v in values) + workspace_bytes(node, dag.values, batch)
 
 
 class _Inputs:
@@ -172,7 +220,9 @@ def _time(node: Node, made: _Inputs, clock: Clock, repeats: int) -> OpTime:
     except (RuntimeError, ValueError, IndexError) as error:
         raise FusionError(f"{node.op} fails on its declared shapes: {str(error).splitlines()[0]}") from error
     # The first run finds memory and picks kernels.
-    return OpTime(statistics.median(forward[1:]), statistics.median(backward[1:]) if backward[1:] else 0.0)
+    shapes = " ".join(str(list(t.shape)).replace(" ", "") for t in inputs.values())
+    back_s = statistics.median(backward[1:]) if backward[1:] else 0.0
+    return OpTime(statistics.median(forward[1:]), back_s, f"{node.op} {shapes}"[:MOST_WHAT])
 
 
 def _now(clock: Clock, device: torch.device) -> float:

@@ -25,9 +25,10 @@ from peer.api_loop import LoopThread
 from peer.api_session import Initial, SwarmSession
 from peer.channel_io import ChannelSettings
 from peer.data import Source
+from peer.devices import OPERATORS
 from peer.errors import SignatureError
 from peer.lab.local_swarm import LocalSwarm
-from peer.op_times import FOLDER, shape_of
+from peer.op_times import shape_of
 from peer.signing import check_own, make_run_spec
 from peer.trainer_adopt import Replay
 from peer.trainer_ladder import LadderProbe
@@ -108,7 +109,7 @@ def created(
         captured.constants,
         lambda program: to_bytes(initial_state(state, program)),
         measure if probe_s > 0 and measure.fits else None,
-        shape_of(captured.opdag, micro_batch_size, home() / FOLDER, probe_s) if probe_s > 0 else None,
+        shape_of(captured.opdag, micro_batch_size, home() / OPERATORS, probe_s) if probe_s > 0 else None,
     )
 
 

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING
 from peer.cli_peer_options import join_options, parser
 
 if TYPE_CHECKING:
+    from fusion_p2p.estimator import OpTable
     from peer.daemon import JoinOptions, Ready
     from peer.local_control import PeerStatus
     from peer.preflight import Finding
     from peer.protocol import RunSpec
+
+SLOWEST = 8  # operators that `fusion-peer bench` shows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -236,20 +239,36 @@ def _bench(options: argparse.Namespace) -> int:
     import msgspec
     import torch
 
+    from dht.home import home
+    from fusion_p2p.estimator import kept_tables
     from peer import devices
 
     if options.threads:
         torch.set_num_threads(options.threads)
     figures = [devices.measure(name) for name in devices.device_names(options.device)]
+    tables = [t for f in figures for t in kept_tables(home() / devices.OPERATORS, f.device, f.name)]
     if options.json:
-        print(msgspec.json.encode(figures).decode())
+        found = [
+            msgspec.structs.asdict(f) | {"operators": [t for t in tables if t.device == f.device]} for f in figures
+        ]
+        print(msgspec.json.encode(found).decode())
         return 0
     for f in figures:
         print(
             f"{f.device} ({f.name}): {f.flops_per_s / 1e9:.1f} GFLOP/s fp32, "
             f"{f.memory_bytes_per_s / 1e9:.1f} GB/s copy, {f.memory_bytes / 2**30:.1f} GiB"
         )
+        for t in tables:
+            if t.device == f.device:
+                print("\n".join(_operator_lines(t)))
     return 0
+
+
+def _operator_lines(t: OpTable) -> list[str]:
+    """What runs had this device time, the slowest first."""
+    slowest = sorted(t.times.values(), key=lambda o: -(o.forward_s + o.backward_s))[:SLOWEST]
+    lines = [f"  {len(t.times)} operator calls timed for runs with torch {t.build}, the slowest:"]
+    return lines + [f"    {o.what}: {o.forward_s * 1e3:.3g} ms, backward {o.backward_s * 1e3:.3g} ms" for o in slowest]
 
 
 if __name__ == "__main__":

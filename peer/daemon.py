@@ -29,6 +29,7 @@ from peer.channel_io import ChannelSettings
 from peer.courtesy import Courtesy, Watch, look, untold
 from peer.daemon_record import board_names, device_view, leader_score, peer_record
 from peer.daemon_session import ControlServer
+from peer.devices import OPERATORS
 from peer.executor_process import ExecutorProcess
 from peer.executor_protocol import Beat, FromExecutor, Start
 from peer.joining import join_patiently
@@ -245,7 +246,7 @@ class Daemon:
             threads=max(1, o.threads // count),
             memory_bytes=o.memory_bytes // count, vram_bytes=o.vram_bytes, upload_bytes_per_s=share,
             blobs=str(o.home / "blobs"), blob_bytes=caps.blob_bytes(o.disk_bytes),
-            spill_bytes=caps.spill_bytes(o.home, o.disk_bytes) // count,
+            spill_bytes=caps.spill_bytes(o.home, o.disk_bytes) // count, operators=str(o.home / OPERATORS),
             beat_s=o.beat_s, dead_s=o.dead_s,
         )  # fmt: skip
         return ExecutorProcess(

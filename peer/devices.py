@@ -16,6 +16,7 @@ from fusion_p2p.errors import InputError
 if TYPE_CHECKING:
     import torch
 
+OPERATORS = "operators"  # in FUSION_HOME: how long operators take here
 _MATRIX = 768
 _COPY_FLOATS = 8 << 20
 _MEASURE_S = 0.25
@@ -74,10 +75,8 @@ def measure(device: str) -> DeviceFigures:
     import torch
 
     where = torch.device(device)
-    if where.type == "cuda":
-        name, memory = torch.cuda.get_device_name(where), torch.cuda.get_device_properties(where).total_memory
-    else:
-        name, memory = _cpu_name(), host_memory_bytes()
+    cuda = where.type == "cuda"
+    memory = torch.cuda.get_device_properties(where).total_memory if cuda else host_memory_bytes()
     size = _MATRIX if where.type == "cpu" else 4096
     a = torch.randn(size, size, device=where)
     b = torch.randn(size, size, device=where)
@@ -86,7 +85,20 @@ def measure(device: str) -> DeviceFigures:
     product = torch.empty_like(a)
     flops = 2.0 * size**3 / _best_s(lambda: torch.mm(a, b, out=product), where)
     rate = 2.0 * source.numel() * 4 / _best_s(lambda: target.copy_(source), where)
-    return DeviceFigures(device=device, name=name, flops_per_s=flops, memory_bytes_per_s=rate, memory_bytes=int(memory))
+    return DeviceFigures(
+        device=device,
+        name=device_name(where),
+        flops_per_s=flops,
+        memory_bytes_per_s=rate,
+        memory_bytes=int(memory),
+    )
+
+
+def device_name(where: torch.device) -> str:
+    """What the maker calls it."""
+    import torch
+
+    return torch.cuda.get_device_name(where) if where.type == "cuda" else _cpu_name()
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:

@@ -190,7 +190,10 @@ class Executor:
         except TimeoutError as error:
             why = f"stage {a.stage}: its {message.state.size} bytes did not come within {FETCH_S:.0f} s"
             raise RefusedError("state", why) from error
-        job = self._compute.call(lambda: build(message, path, self._limit, self._start.threads, self._operators))
+        tables = Path(self._start.operators)
+        job = self._compute.call(
+            lambda: build(message, path, self._limit, self._start.threads, self._operators, tables)
+        )
         built = await asyncio.wrap_future(job)
         hosted = Hosted((run, a.stage), built.stage, message.numerics.threads)
         hosted.stage_flops = built.stage_flops
@@ -212,7 +215,7 @@ class Executor:
         await hosted.links.__aenter__()
         accepted = Accepted(
             run=run, stage=a.stage, incarnation=a.incarnation, endpoint=me.endpoint, memory_bytes=built.memory_bytes,
-            trial_forward_s=built.times.forward_s, trial_backward_s=built.times.backward_s,
+            trial_forward_s=built.times.forward_s, trial_backward_s=built.times.backward_s, atoms=built.atoms,
         )  # fmt: skip
         return hosted, accepted
 

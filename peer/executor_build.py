@@ -27,16 +27,22 @@ from fusion_p2p.workload import atoms
 from peer.errors import RefusedError
 from peer.executor_memory import MemoryLimit, asked_bytes, gib, is_out_of_memory
 from peer.executor_protocol import HostStage
+from peer.op_times import shape_of
+from peer.protocol import AtomSeconds
+
+OPERATORS_S = 2.0  # for one offer's operators that are not in the table yet; the next offer goes on
 
 
 class Built(msgspec.Struct, frozen=True):
     """`memory_bytes`: what the stage took at its peak, the trial step included. `stage_flops`: of a whole micro-batch,
-    forward and backward, by stage; neighbours' work is counted with it."""
+    forward and backward, by stage; neighbours' work is counted with it. `atoms`: how long each atom of the model takes
+    here, () while that is not known of all."""
 
     stage: Stage
     memory_bytes: int
     times: TrialTimes
     stage_flops: dict[int, float]
+    atoms: tuple[AtomSeconds, ...] = ()
 
 
 def framework_compute(framework: str) -> type[Compute]:
@@ -48,7 +54,9 @@ def framework_compute(framework: str) -> type[Compute]:
     return Compute
 
 
-def build(host: HostStage, state_path: Path, limit: MemoryLimit, threads: int, compute: type[Compute]) -> Built:
+def build(
+    host: HostStage, state_path: Path, limit: MemoryLimit, threads: int, compute: type[Compute], operators: Path
+) -> Built:
     """RefusedError (admission, policy, memory, state) if this executor cannot or will not host the stage."""
     if host.numerics.threads > threads:
         raise RefusedError(
@@ -60,7 +68,7 @@ def build(host: HostStage, state_path: Path, limit: MemoryLimit, threads: int, c
     before = limit.held()
     limit.reset_peak()
     try:
-        return _build(host, state_path, limit, before, compute)
+        return _build(host, state_path, limit, before, compute, operators)
     except RefusedError:
         raise
     except FusionError as error:
@@ -74,7 +82,9 @@ def build(host: HostStage, state_path: Path, limit: MemoryLimit, threads: int, c
         _release_memory()
 
 
-def _build(host: HostStage, state_path: Path, limit: MemoryLimit, before: int, compute: type[Compute]) -> Built:
+def _build(
+    host: HostStage, state_path: Path, limit: MemoryLimit, before: int, compute: type[Compute], operators: Path
+) -> Built:
     stage = host.assignment.stage
     dag = admit(host.opdag, caps=Caps(batch=host.numerics.micro_batch_size, value_bytes=limit.cap_bytes))
     if dag.hash != host.assignment.opdag_hash:
@@ -100,7 +110,8 @@ def _build(host: HostStage, state_path: Path, limit: MemoryLimit, before: int, c
     peak = max(limit.peak(), limit.held())
     if peak > limit.cap_bytes:
         raise out_of_memory(stage, peak, limit.cap_bytes)
-    return Built(made, max(0, peak - before), times, stage_flops(dag, host.numerics))
+    own = _operators(host, dag, limit, operators) if host.trial and compute is Compute else ()
+    return Built(made, max(0, peak - before), times, stage_flops(dag, host.numerics), own)
 
 
 def stage_flops(dag: OpDag, numerics: Numerics) -> dict[int, float]:
@@ -127,6 +138,24 @@ def _trial(
     )  # fmt: skip
     _release_memory()
     return times
+
+
+def _operators(host: HostStage, dag: OpDag, limit: MemoryLimit, folder: Path) -> tuple[AtomSeconds, ...]:
+    """The model's atoms by this device's table, which is filled as far as time and memory allow."""
+    n = host.numerics
+    if n.dtype != "float32":  # operators are timed in the types that the OP-DAG declares
+        return ()
+    room = max(0, limit.cap_bytes - limit.held()) // 2
+    try:
+        t = shape_of(
+            dag, n.micro_batch_size, folder, OPERATORS_S, device=limit.device, most_bytes=room, recompute=n.recompute
+        )
+    except MemoryError:
+        t = None
+    _release_memory()
+    if t is None:
+        return ()
+    return tuple(AtomSeconds(*s) for s in zip(t.forward_s.tolist(), t.backward_s.tolist(), strict=True))
 
 
 def least_bytes(host: HostStage) -> int:

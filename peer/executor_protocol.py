@@ -36,7 +36,8 @@ MAX_PRIVATE_MESSAGE = 2 * MAX_MESSAGE  # a StageOffer of the largest size is pas
 
 class Start(msgspec.Struct, frozen=True, tag="start", kw_only=True):
     """First. `memory_bytes`: most that the process may hold; `upload_bytes_per_s` None: no cap; `blobs`: the folder of
-    snapshots, which may take `blob_bytes` (None: no cap) and in which outboxes may have `spill_bytes` too; `vram_bytes`
+    snapshots, which may take `blob_bytes` (None: no cap) and in which outboxes may have `spill_bytes` too; `operators`:
+    the folder of operators' times; `vram_bytes`
     0: all of the device's; `framework`: what runs the operators, "torch" or "jax"."""
 
     control_address: str
@@ -48,6 +49,7 @@ class Start(msgspec.Struct, frozen=True, tag="start", kw_only=True):
     upload_bytes_per_s: float | None
     blobs: str
     blob_bytes: int | None
+    operators: str
     spill_bytes: int
     beat_s: float
     dead_s: float

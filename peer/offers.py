@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from fusion_p2p.planner import Device, Link, Network, from_measurements
+import numpy as np
+
+from fusion_p2p.planner import AtomTimes, Device, Link, Network, from_measurements
 from fusion_p2p.planner.network import LOOPBACK_BYTES_PER_S, LOOPBACK_LATENCY_S
 
 ASSUMED_BYTES_PER_S, ASSUMED_LATENCY_S = 10e6 / 8, 0.02  # of a link nobody measured: a modest home uplink
@@ -16,7 +19,8 @@ class DeviceOffer:
     """One device of one peer, as its signed record says.
 
     `machine`: peers of one non-empty label share a machine, so that no network lies between them. `correction`:
-    measured over predicted stage seconds.
+    measured over predicted stage seconds. `confirmed`: a stage's trial step was timed on it. `shape`: of the run's
+    atoms, as the device timed its operators itself; it says how its time divides, not how fast it is.
     """
 
     peer: str
@@ -26,11 +30,30 @@ class DeviceOffer:
     memory_bytes_per_s: float = 1e12
     machine: str = ""
     correction: float = 1.0
+    confirmed: bool = False
+    shape: AtomTimes | None = None
 
     @property
     def device_class(self) -> str:
         """As in `Numerics`: "cpu" or "cuda"."""
         return self.device.partition(":")[0]
+
+
+class Seconds(Protocol):
+    """As `protocol.AtomSeconds`."""
+
+    @property
+    def forward_s(self) -> float: ...
+    @property
+    def backward_s(self) -> float: ...
+
+
+def shape_of_atoms(told: Sequence[Seconds], atoms: int) -> AtomTimes | None:
+    """What a volunteer says its device takes for each of the model's atoms; None where it says nothing of use."""
+    forward, backward = np.array([t.forward_s for t in told]), np.array([t.backward_s for t in told])
+    whole = forward.sum() + backward.sum()
+    usable = len(told) == atoms and np.isfinite(whole) and whole > 0 and min(forward.min(), backward.min()) >= 0
+    return AtomTimes(forward_s=forward, backward_s=backward) if usable else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +64,12 @@ class SwarmLinks:
     fences: tuple[tuple[str, ...], ...] = ()
 
 
-def network_of(offers: Sequence[DeviceOffer], known: SwarmLinks, *, name: str = "swarm") -> Network:
+def network_of(
+    offers: Sequence[DeviceOffer], known: SwarmLinks, *, name: str = "swarm", canary: bool = True
+) -> Network:
     """The planner's network; every pair has a figure: one machine's own, measured, or assumed.
+
+    `canary`: what is planned on it is tried before it is in force, so that devices which had no trial step may be used.
 
     Between processes of one machine what was measured does not count: it says how busy the CPU is.
     """
@@ -60,7 +87,7 @@ def network_of(offers: Sequence[DeviceOffer], known: SwarmLinks, *, name: str = 
         if (a, b) not in there
     ]
     fences = [group for f in known.fences if (group := tuple(p for p in f if p in machine))]
-    return from_measurements(map(_device, offers), links, fences=fences or None, name=name)
+    return from_measurements((_device(o, canary) for o in offers), links, fences=fences or None, name=name)
 
 
 def sources(offers: Sequence[DeviceOffer], known: SwarmLinks) -> list[str]:
@@ -90,7 +117,7 @@ def _together(machine: dict[str, str], a: str, b: str) -> bool:
     return bool(machine.get(a)) and machine.get(a) == machine.get(b)
 
 
-def _device(o: DeviceOffer) -> Device:
+def _device(o: DeviceOffer, canary: bool) -> Device:
     return Device(
         peer=o.peer,
         device=o.device,
@@ -99,4 +126,6 @@ def _device(o: DeviceOffer) -> Device:
         memory_bytes=float(o.memory_bytes),
         node=o.machine or o.peer,
         correction=o.correction,
+        confirmed=o.confirmed or canary,
+        shape=o.shape,
     )

@@ -1,37 +1,55 @@
-"""How a model's time divides over its atoms: its operators timed once on this CPU, kept by device and torch build.
+"""How a model's time divides over its atoms: its operators timed once on a device, kept by device and torch build.
 
-A plan takes the proportions from here, a device's speed from its record and its real steps.
+A plan takes each device's proportions from here, the trainer's CPU's where a device has not told its own; a device's
+speed is from its record and its real steps.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from fusion_p2p.errors import FusionError
-from fusion_p2p.estimator import Rates, atom_times, load_table, measure, save_table
+from fusion_p2p.estimator import Rates, atom_times, is_whole, load_table, measure, save_table
 from fusion_p2p.ir import OpDag
 from fusion_p2p.planner import AtomTimes
+from peer.devices import device_name
 
 log = logging.getLogger(__name__)
 
-FOLDER = "operators"  # in FUSION_HOME
 _ANY = Rates(flops_per_s=1e10, memory_bytes_per_s=1e10)  # of no use once every operator is timed
 
 
 def shape_of(
-    dag: OpDag, batch: int, folder: Path, budget_s: float, clock: Callable[[], float] = time.monotonic
+    dag: OpDag,
+    batch: int,
+    folder: Path,
+    budget_s: float,
+    *,
+    device: str = "cpu",
+    most_bytes: float = math.inf,
+    recompute: bool = False,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AtomTimes | None:
-    """Seconds of each atom here, for one micro-batch of `batch` samples; None if timing did not end in `budget_s`."""
-    table, end = load_table(folder, "cpu"), clock() + budget_s
-    known = len(table.times)
+    """Seconds of each atom on this device, for one micro-batch of `batch` samples.
+
+    None while some operator is not timed: `budget_s` ended, or it takes more than `most_bytes`. What was timed is kept,
+    and never timed again.
+    """
+    table = load_table(folder, device, device_name(torch.device(device)))
+    before = dict(table.times)
     try:
-        measure(dag, batch, table, clock=clock, repeats=3, budget_s=budget_s)
-        if len(table.times) > known:
-            save_table(table, folder)
-    except (FusionError, OSError) as error:
+        measure(dag, batch, table, clock=clock, repeats=3, budget_s=budget_s, most_bytes=most_bytes)
+    except FusionError as error:
         log.info("operators are not timed: %s", error)
-        return None
-    return atom_times(dag, batch, table, _ANY) if clock() < end else None
+    try:
+        if table.times.keys() != before.keys():
+            save_table(table, folder)
+    except OSError as error:
+        log.info("operators' times are not kept: %s", error)
+    return atom_times(dag, batch, table, _ANY, recompute=recompute) if is_whole(dag, batch, table) else None

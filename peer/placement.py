@@ -62,6 +62,7 @@ class PlanRequest:
     epoch: int = 1
     mark_interval: int = 0  # steps between complete sets; 0: none is promised, so nothing is logged
     ladder: Ladder | None = None  # of "adatopk", as measured on the model; None: the default
+    canary: bool = True  # devices without a trial step may be in the plan, for it is tried before it is in force
     shape: AtomTimes | None = None  # of the atoms on some one CPU: their proportions count; None: those of their FLOPs
 
 
@@ -70,6 +71,8 @@ def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: Pla
 
     InputError, with figures, if there is no such device or memory does not suffice.
     """
+    if not request.canary:
+        offers = [o for o in offers if o.confirmed]
     if not offers:
         raise InputError("no volunteer offers a device; start one with: fusion-peer join ADDRESS")
     there = {o.device_class: 0.0 for o in offers}
@@ -125,6 +128,7 @@ def _propose(
         ladder=ladder_for(request.compression, given, request.ladder),
         stages=request.stages,
         every_device=request.every_device,
+        canary=request.canary,
         pinned=base.cuts if request.pinned else None,
     )
 
@@ -243,25 +247,27 @@ def revise(
     offers: Sequence[DeviceOffer],
     request: PlanRequest,
     measured_s: Mapping[int, float],
+    *,
+    final: bool = False,
 ) -> tuple[Plan, list[DeviceOffer]]:
     """`plan` as the stages' trial steps see it (seconds a micro-batch, forward and backward), and corrected offers.
 
-    The same number comes back, its prediction corrected, where every device is within `WRONG` of what was promised or
-    no other plan would be `WORTH` it; else a plan of the next number. A device that had no trial step is taken to be
-    off by as much as the median of those that had.
+    The same number comes back, its prediction corrected, where no other plan would be `WORTH` it, or every device is
+    within `WRONG` of what was promised and none has told its own operators' times, or it is `final`; else a plan of the
+    next number. A device that had no trial step is taken to be off by as much as the median of those that had.
     """
     now = proposal_of(plan, atoms, offers, request)
     placed = {p.stage: (p.peer, p.device) for p in plan.placement}
     ratio = corrections(placed, measured_s, dict(enumerate(now.score.stage_s)))
     if not ratio:
         return plan, list(offers)
-    wrong = any(not within(r, 1.0, WRONG) for r in ratio.values())
+    wrong = any(not within(r, 1.0, WRONG) for r in ratio.values()) or any(o.shape is not None for o in offers)
     usual = statistics.median(ratio.values())  # what a model's operators cost beyond what rates promise, all alike
     offers = [replace(o, correction=o.correction * ratio.get((o.peer, o.device), usual)) for o in offers]
     other = make_plan(atoms, offers, replace(request, number=plan.number + 1))
     now = proposal_of(plan, atoms, offers, request)
     then_s = other.prediction.step_time_s if other.prediction is not None else 0.0
-    if wrong and then_s < WORTH * now.step_s and then_s < now.step_s - WORTH_S:
+    if wrong and not final and then_s < WORTH * now.step_s and then_s < now.step_s - WORTH_S:
         return other, offers
     sizes = [stage_bytes(plan, k, atoms, request.state) for k in range(plan.numerics.stages)]
     why = [r for r in plan.reasons if r.startswith("link ")]

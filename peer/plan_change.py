@@ -10,6 +10,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Plan
@@ -22,6 +23,7 @@ from peer.plan_rates import Key, Rates, corrections, names, within
 EVERY = 4  # ticks between looks
 WINDOW = 6  # ticks whose mean counts, the lowest and the highest left out
 LOOKS = 2  # in a row that must ask for a change
+NEWCOMER = 0.1  # of a step, that a device without a trial step must promise to save beyond those with one
 MIN_GAIN_S = 0.02  # of a step: less is not worth a set and new streams
 SETUP_S = 2.0  # that a change costs beside moving state: trial steps, streams
 REST_TICKS = 12  # between changes; doubled whenever one did not bring half of what was predicted
@@ -51,12 +53,17 @@ def consider(
     recut_s: float = 2 * SETUP_S,
 ) -> Advice:
     """The change that saves most over the horizon, moving included, if any is worth it. `offers` as they are now;
-    `recut_s`: what a change of cuts or codecs costs."""
+    `recut_s`: what a change of cuts or codecs costs.
+
+    A device that had no trial step is in a plan only where its claim would save NEWCOMER beyond what others can."""
     now = proposal_of(plan, atoms, offers, request)
     found: list[tuple[float, Plan, Decision]] = []
-    reason = "no other plan fits"
-    for pinned in (True, False) if adaptive else (True,):
-        base = replace(request, base=plan.numerics, pinned=pinned, every_device=False, number=plan.number + 1)
+    reason, proven_s = "no other plan fits", now.step_s
+    newcomers = any(not o.confirmed for o in offers)
+    for canary, pinned in product((False, True) if newcomers else (False,), (True, False) if adaptive else (True,)):
+        base = replace(
+            request, base=plan.numerics, pinned=pinned, every_device=False, number=plan.number + 1, canary=canary
+        )
         try:
             other = make_plan(atoms, offers, base)
         except InputError:
@@ -67,6 +74,9 @@ def consider(
         setup_s = SETUP_S if other.numerics == plan.numerics else max(recut_s, SETUP_S)
         d = weigh(now, proposal_of(other, atoms, offers, request), setup_s=setup_s)
         gain_s = d.current_step_s - d.new_step_s
+        if canary and d.new_step_s > (1 - NEWCOMER) * proven_s:
+            continue
+        proven_s = proven_s if canary else min(proven_s, d.new_step_s)
         if d.switch and gain_s >= MIN_GAIN_S:
             found.append((gain_s * d.horizon_s / d.current_step_s - d.migration_s, other, d))
         reason = d.reason

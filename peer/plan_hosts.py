@@ -32,16 +32,17 @@ def propose(
     ladder: Ladder,
     stages: int | None = None,
     every_device: bool = False,
+    canary: bool = True,
     pinned: tuple[int, ...] | None = None,
 ) -> tuple[Proposal, list[DeviceOffer]] | None:
     """The best proposal and the offer behind each of its network's devices; None if nothing fits in memory.
 
     `stages` None: as many as pay, or with `every_device` one for each device if they all fit. More stages than
-    devices share them evenly. `pinned`: the cuts; neighbouring stages may share a device.
+    devices share them evenly. `pinned`: the cuts; neighbouring stages may share a device. `canary`: as in `network_of`.
     """
     if stages is not None and pinned is None and stages > len(offers):
         offers = _shared(offers, stages)
-    network = network_of(offers, known)
+    network = network_of(offers, known, canary=canary)
     limits = Constraints(pinned_cuts=pinned, in_flight=(stages or len(offers)) + 1)
 
     def attempt(keep: Sequence[int] | None, *, skip: bool) -> Proposal | None:

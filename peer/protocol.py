@@ -26,6 +26,7 @@ MAX_MESSAGE = 16 << 20
 # What a volunteer says is bounded where it is decoded: it is shown, summed and put on the board.
 Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+MAX_ATOMS = 1 << 16
 MAX_EPOCH = 2**32 - 1  # as frames' headers carry it
 Channel = Annotated[str, Meta(pattern="^-?[0-9]{1,10}--?[0-9]{1,10}$")]
 
@@ -230,6 +231,13 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
         _plain(self, "code", "reason", "run")
 
 
+class AtomSeconds(msgspec.Struct, frozen=True, array_like=True):
+    """How long one atom of the model takes on a device, for a micro-batch of the run's size."""
+
+    forward_s: Seconds
+    backward_s: Seconds
+
+
 class Accepted(msgspec.Struct, frozen=True, tag="accepted", kw_only=True):
     """A volunteer takes the stage: where it answers, its memory in bytes, what its trial step took in seconds."""
 
@@ -241,6 +249,7 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", kw_only=True):
     tick: Bytes = 0  # where the stage is, if it was adopted
     trial_forward_s: Seconds = 0.0
     trial_backward_s: Seconds = 0.0
+    atoms: Annotated[tuple[AtomSeconds, ...], Meta(max_length=MAX_ATOMS)] = ()  # all of them, where the device knows
 
 
 class Marked(msgspec.Struct, frozen=True, tag="marked", kw_only=True):

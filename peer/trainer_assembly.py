@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
@@ -18,14 +19,16 @@ import msgspec
 from dht.errors import DhtError
 from dht.transport import Transport
 from fusion_p2p.errors import InputError
+from fusion_p2p.flow import analyse
 from fusion_p2p.frame import TRAINER
 from fusion_p2p.ir import OpDag
 from fusion_p2p.plan import Plan, StagePlacement
+from fusion_p2p.planner import AtomTimes
 from fusion_p2p.suspicion import Watched
-from fusion_p2p.workload import Atom
+from fusion_p2p.workload import Atom, atom_bounds
 from peer.channel_io import ChannelSettings
 from peer.errors import RefusedError
-from peer.offers import DeviceOffer
+from peer.offers import DeviceOffer, shape_of_atoms
 from peer.placement import PlanRequest, make_plan, revise
 from peer.protocol import (
     Accepted,
@@ -84,6 +87,7 @@ class Assembly:
         self._own_addresses = own_addresses  # where volunteers reach the trainer
         self._transport, self._session, self._channels = transport, session, channels
         self._opdag, self._opdag_hash = dag.to_bytes(), dag.hash
+        self._atoms = len(atom_bounds(dag, analyse(dag))) - 1
         self._spawn, self._on_lost, self._on_fault, self._on_status = spawn, on_lost, on_fault, on_status
         self._on_offer = on_offer
         self._credentials = Credentials(session, transport.peer_id, dag.hash)
@@ -91,6 +95,7 @@ class Assembly:
         self._opening: dict[str, asyncio.Lock] = {}
         self._accepted: dict[int, tuple[StagePlacement, Accepted]] = {}
         self._offered: Counter[str] = Counter()  # peers with an offer under way
+        self._confirmed: dict[tuple[str, str], AtomTimes | None] = {}  # devices that were timed -> their own table
         self._wanted: frozenset[tuple[str, int, int]] = frozenset()  # (peer, stage, incarnation) to be adopted
         self.addresses: Mapping[str, tuple[str, ...]] = {}
         self.watched: dict[int, tuple[Watched, ...]] = {}  # by stage, for its next host
@@ -121,15 +126,13 @@ class Assembly:
             machine = {o.peer: o.machine or o.peer for o in offers}
             held = await asyncio.to_thread(states, plan)  # may write and hash the model
             refusals = await self.place(plan, range(plan.numerics.stages), held, first_tick, machine)
-            if not refusals and not tried:
-                tried = True
-                told = self.trial_s()
+            if not refusals:
+                offers, told = self.timed(offers), self.trial_s()
                 seconds = {p.stage: told.get(p.stage, 0.0) for p in plan.placement if (p.peer, p.device) not in known}
-                revised, offers = await asyncio.to_thread(revise, plan, atoms, offers, request, seconds)
+                revised, offers = await asyncio.to_thread(revise, plan, atoms, offers, request, seconds, final=tried)
                 if revised.number == plan.number:
                     return revised, list(offers)
-            elif not refusals:
-                return plan, list(offers)
+                tried = True
             await self._drop(self._accepted, "the plan changed")
             for refusal in refusals:
                 on_refusal(refusal)
@@ -172,6 +175,8 @@ class Assembly:
                     said = accepted.run, accepted.stage, accepted.incarnation
                     if said != (self._session.spec.run, p.stage, p.incarnation):
                         return [Refusal(p, f"accepts what it was not offered: {said!r:.120}", gone=True)]
+                    if not self._confirm(p, accepted, offer.trial):
+                        return [Refusal(p, "accepts without the trial step that it was asked for", gone=True)]
                     taken[p.stage] = p, accepted
                 except RefusedError as error:
                     return [Refusal(p, str(error), error.needed, error.cap)]
@@ -194,6 +199,20 @@ class Assembly:
         finally:
             self._offered.subtract(by_peer.keys())
 
+    def _confirm(self, p: StagePlacement, accepted: Accepted, tried: bool) -> bool:
+        """Whether the device has shown what it takes, now or before; what it says of its operators is noted."""
+        key, seconds = (p.peer, p.device), accepted.trial_forward_s + accepted.trial_backward_s
+        if tried and not (math.isfinite(seconds) and seconds > 0):
+            return key in self._confirmed
+        shape = shape_of_atoms(accepted.atoms, self._atoms)
+        self._confirmed[key] = shape or self._confirmed.get(key)
+        return True
+
+    def timed(self, offers: Iterable[DeviceOffer]) -> list[DeviceOffer]:
+        """The offers with what the devices' trial steps have shown: that they work, and their own operators' times."""
+        known = self._confirmed
+        return [replace(o, confirmed=(o.peer, o.device) in known, shape=known.get((o.peer, o.device))) for o in offers]
+
     async def adopt(self, plan: Plan, states: Mapping[int, BlobRef], first_tick: int) -> dict[int, str]:
         """Take over the stages of an earlier session where they run; why the others are not there, by stage."""
         self._wanted = frozenset((p.peer, p.stage, p.incarnation) for p in plan.placement)
@@ -211,6 +230,7 @@ class Assembly:
                 return str(error)
             if (accepted.run, accepted.incarnation) != (self._session.spec.run, p.incarnation):
                 return "it accepts what it was not offered"
+            self._confirm(p, accepted, False)
             self._accepted[p.stage] = p, accepted
             return ""
 

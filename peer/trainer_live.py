@@ -202,7 +202,7 @@ class Live:
         fresh = [o for o in self.swarm.known if self.may_host(o.peer)]
         offers |= {(o.peer, o.device): known.get((o.peer, o.device), o) for o in fresh}
         free = [o if self.may_host(o.peer) else replace(o, memory_bytes=0) for o in offers.values()]
-        return self.rates.correct(free)
+        return self.rates.correct(self.assembly.timed(free))
 
     def hand_over(self, peer: str, reason: str) -> None:
         """`peer` serves until the next complete set, which is made soon; then its stages go elsewhere."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peer import op_times, trainer_ladder
+from peer import devices, trainer_ladder
 from peer.api import Run
 from peer.lab.bed import load_bed
 from peer.lab.lab_swarm import LabSwarm
@@ -43,4 +43,4 @@ def test_codecs_and_operators_are_measured_at_the_start(tmp_path: Path, monkeypa
         assert run.numeric_log()[0].numerics == run.plan().numerics
     assert measured is not None
     assert chosen and chosen <= {r.codec for r in measured.rungs}
-    assert list((tmp_path / "home" / op_times.FOLDER).glob("ops-cpu-*.json"))
+    assert list((tmp_path / "home" / devices.OPERATORS).glob("ops-cpu-*.json"))

@@ -32,6 +32,7 @@ from peer.protocol import (
     PROTOCOL_VERSION,
     Accepted,
     Assignment,
+    AtomSeconds,
     BlobRef,
     Connect,
     Drop,
@@ -124,9 +125,13 @@ class _Hosted:
             self.told = asyncio.ensure_future(self.owner._say(messages, said))
 
 
+UNSAID_S = 1e-9  # of a trial step that a test does not care for; whoever reports none is refused
+
+
 class MiniVolunteer:
-    """`refuse`: what to answer to an offer of a stage. `trial_s`: what its trial step is said to take; `unit_s`: and
-    each forward and backward. `keeps`: it answers those who ask it to keep other stages' snapshots.
+    """`refuse`: what to answer to an offer of a stage. `trial_s`: what its trial step is said to take, below 0: it
+    skips it; `unit_s`: and each forward and backward. `atoms`: what it says of its operators. `keeps`: it answers those
+    who ask it to keep other stages' snapshots.
 
     `kill` ends it as a power cut would."""
 
@@ -142,6 +147,7 @@ class MiniVolunteer:
         self.trial_s = 0.0
         self.unit_s = 0.0
         self.keeps = False
+        self.atoms: tuple[AtomSeconds, ...] = ()
         self._now_s = 0.0
         self.compute: type[Compute] = Compute
         self.lie: Callable[[Frame], Frame] = lambda frame: frame
@@ -274,7 +280,8 @@ class MiniVolunteer:
             endpoint=me.endpoint,
             memory_bytes=1 << 20,
             tick=hosted.stage.tick,
-            trial_forward_s=self.trial_s,
+            trial_forward_s=max(0.0, self.trial_s or UNSAID_S),
+            atoms=self.atoms,
         )
 
     async def _mark(self, messages: MessageStream[ToVolunteer], mark: Mark) -> None:

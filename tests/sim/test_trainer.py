@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from peer import trainer_assembly
 from peer.blobs import serve_blobs
 from peer.channel_io import ChannelSettings
 from peer.events import Happening, RunEvent, StepResult
-from peer.protocol import CONTROL, Accepted, Refused, StageFault
+from peer.placement import make_plan
+from peer.protocol import CONTROL, Accepted, AtomSeconds, Refused, StageFault
 from peer.ratelimit import Limiter
 from peer.signing import make_run_spec, new_session_key
 from peer.trainer import Trainer
@@ -274,6 +276,35 @@ def test_a_trial_step_slower_than_promised_moves_work_before_the_start(captured:
 
 
 @MINUTE
+def test_a_newcomer_is_used_only_after_its_timed_trial_step(captured: Captured, tmp_path: Path) -> None:
+    """Who accepts without the trial step is planned without; what devices say of
+    their operators goes with them into the plan, what they cannot know does not."""
+
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        lazy, count = await lab.add("volunteer0"), len(atoms(captured.opdag, 2))
+        told = [await lab.add(f"volunteer{k}") for k in (1, 2)]
+        lazy.trial_s = -1.0
+        told[0].atoms = tuple(AtomSeconds(1.0 + k, 2.0) for k in range(count))
+        told[1].atoms = told[0].atoms[1:]
+        async with lab.trainer(2) as trainer:
+            live = trainer._live
+            assert {p.peer for p in trainer.plan.placement} == {"volunteer1", "volunteer2"}
+            by_peer = {o.peer: o for o in live.devices()}
+            assert by_peer["volunteer1"].confirmed and by_peer["volunteer2"].confirmed
+            shape = by_peer["volunteer1"].shape
+            assert shape is not None and shape.forward_s[1] == 2.0 and by_peer["volunteer2"].shape is None
+            [newcomer] = live.assembly.timed([replace(by_peer["volunteer1"], peer="volunteer0")])
+            assert not newcomer.confirmed
+            plan = make_plan(live.atoms, [newcomer, by_peer["volunteer1"]], replace(live.request, canary=False))
+            assert {p.peer for p in plan.placement} == {"volunteer1"}
+            await lab.train(trainer, 0, 1)
+        assert len(lazy.offered) == 1 and lab.kinds().count("refused") == 1
+
+    asyncio.run(main())
+
+
+@MINUTE
 def test_who_was_lost_before_it_accepted_again_keeps_its_stage(
     captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,10 +320,11 @@ def test_who_was_lost_before_it_accepted_again_keeps_its_stage(
             before(live, peer, reason, moving=moving)
             heard.set()
 
-        def revise(*arguments: Any) -> Any:  # on a thread
-            loop.call_soon_threadsafe(lambda: slow.messages and slow.messages.close())
-            assert heard.wait(10.0)
-            return honest(*arguments)
+        def revise(*arguments: Any, **options: Any) -> Any:  # on a thread
+            if not heard.is_set():
+                loop.call_soon_threadsafe(lambda: slow.messages and slow.messages.close())
+                assert heard.wait(10.0)
+            return honest(*arguments, **options)
 
         monkeypatch.setattr(Live, "lose", lose)
         monkeypatch.setattr(trainer_assembly, "revise", revise)

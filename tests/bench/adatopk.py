@@ -1,4 +1,4 @@
-"""AdaTopK's bench: one thread, some four minutes.
+"""AdaTopK's bench: one thread, a minute and a half (a few minutes more where the pretrained start is not cached yet).
 
 Training rows (fine-tuning, 2,000 steps from scratch) are read from results/*.json and say from which day they are;
 results of other code do not count. --train does what is not recorded (a minute of one core a run); --soak trains from

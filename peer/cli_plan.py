@@ -28,6 +28,7 @@ from fusion_p2p.planner import (
     uniform_top_k,
 )
 from fusion_p2p.planner.gantt import svg
+from fusion_p2p.planner.replicas import ReplicaPlan, best_replicas, pays
 from fusion_p2p.planner.testbed import testbed_names
 
 GATHER_S = 20.0  # for volunteers to be seen and to have measured their devices
@@ -48,6 +49,7 @@ class PlanOptions:
     tau: float = 0.25
     every_device: bool = False
     baselines: bool = False
+    average_every: int = 100
     json: bool = False
     picture: Path | None = None
 
@@ -62,13 +64,51 @@ def run(options: PlanOptions) -> str:
     ladder = _ladder(options.codecs, options.tau, workload) if options.codecs else ladder_of_run(options)
     proposal = plan(workload, network, micro_batches=micro_batches, ladder=ladder, allow_skip=not options.every_device)
     against = _baselines(proposal) if options.baselines else {}
+    several = best_replicas(
+        workload, network, micro_batches=micro_batches, steps_between=options.average_every, ladder=ladder
+    )
     if options.picture is not None:
         _write(options.picture, svg(proposal))
     if options.json:
-        return json.dumps(_as_json(proposal, against), indent=1)
-    lines = [explain(proposal)]
+        made = _as_json(proposal, against) | {"replicas": _replicas_json(proposal, several, options.average_every)}
+        return json.dumps(made, indent=1)
+    lines = [explain(proposal), *(f"  {line}" for line in _replica_lines(proposal, several, options.average_every))]
     lines += [f"  {name}: {s:.3f} s a step, {s / proposal.step_s:.2f} times ours" for name, s in against.items()]
     return "\n".join(lines)
+
+
+def _replica_lines(p: Proposal, several: ReplicaPlan, every: int) -> list[str]:
+    """Whether the peers would be better used as several pipelines, and as which."""
+    if not pays(p, several):
+        return ["one long pipeline is best: several that average now and then would be no faster"]
+    lines = [
+        f"{several.replicas} pipelines that average every {every} steps would take {several.step_s:.3f} s a step, "
+        f"{p.step_s / several.step_s:.2f} times faster ({several.averaging_s:.1f} s an averaging); the run uses one "
+        "until replicas land:"
+    ]
+    for k, one in enumerate(several.pipelines):
+        hosts = " -> ".join(one.network.devices[h].name for h in one.chain.hosts)
+        lines.append(f"  pipeline {k}: {one.costs.m} of the micro-batches, {one.step_s:.3f} s, {hosts}")
+    return lines
+
+
+def _replicas_json(p: Proposal, several: ReplicaPlan, every: int) -> dict[str, Any]:
+    """The best use as several pipelines; one of them where that is the best."""
+    return {
+        "pay": pays(p, several),
+        "average_every_steps": every,
+        "step_s": several.step_s if pays(p, several) else p.step_s,
+        "averaging_s": several.averaging_s if pays(p, several) else 0.0,
+        "pipelines": [
+            {
+                "micro_batches": one.costs.m,
+                "step_s": one.step_s,
+                "cuts": list(one.chain.cuts),
+                "hosts": [one.network.devices[h].name for h in one.chain.hosts],
+            }
+            for one in (several.pipelines if pays(p, several) else (p,))
+        ],
+    }
 
 
 def _network(options: PlanOptions) -> Network:

@@ -11,6 +11,7 @@ import typer
 
 from peer.cli_run_options import (
     AdapterOption,
+    AverageEvery,
     Baselines,
     ChaosOption,
     CheckpointOption,
@@ -259,6 +260,7 @@ def plan(
     tau: TauOption = 0.25,
     every_device: EveryDevice = False,
     baselines: Baselines = False,
+    average_every: AverageEvery = 100,
     picture: PictureOption = None,
     json: Json = False,
 ) -> None:
@@ -276,6 +278,7 @@ def plan(
         tau=tau,
         every_device=every_device,
         baselines=baselines,
+        average_every=average_every,
         json=json,
         picture=picture,
     )

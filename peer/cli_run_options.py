@@ -89,6 +89,10 @@ EveryDevice = Annotated[
     bool, typer.Option("--every-device", help="Leave no device out. Default: those that only slow it down.")
 ]
 Baselines = Annotated[bool, typer.Option("--baselines", help="Compare with simpler ways of planning. Default: no.")]
+AverageEvery = Annotated[
+    int,
+    typer.Option(metavar="STEPS", min=1, help="Steps between averagings, where several pipelines are weighed."),
+]
 PictureOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a step as SVG. Default: none.")]
 PromptOption = Annotated[
     str, typer.Option(metavar="TEXT", help="Text to go on from. Default: a new line.", show_default=False)

@@ -58,7 +58,7 @@ def best_replicas(
 ) -> ReplicaPlan:
     """The fastest of R = 1 .. `most` pipelines, the network parted at its slowest links (average linkage)."""
     best: ReplicaPlan | None = None
-    parts = _parts(network, float(workload.cut_bytes.mean()), most)
+    parts = _parts(network, float(workload.cut_bytes.mean()), min(most, micro_batches))
     for groups in parts:
         found = _plan_groups(
             workload, network, groups, micro_batches, steps_between, bytes_per_parameter, ladder, tau, constraints,
@@ -69,6 +69,11 @@ def best_replicas(
     if best is None:
         raise InputError("the model fits no part of the network; add peers or raise memory caps")
     return best
+
+
+def pays(one: Proposal, several: ReplicaPlan) -> bool:
+    """Whether several pipelines beat the best single one."""
+    return several.replicas > 1 and several.step_s < one.step_s
 
 
 def _parts(network: Network, size_bytes: float, most: int) -> list[tuple[tuple[int, ...], ...]]:

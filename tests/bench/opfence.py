@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -200,12 +201,11 @@ def real() -> Iterator[Row]:
 
 def main(args: list[str]) -> int:
     options = arguments(__doc__ or "", "fewer draws and networks, no real swarms, no timed operators").parse_args(args)
-    count = 3 if options.quick else 10
-    rows = [*ratios(count), *step_times(count), *predictions(), *optimum(20 if options.quick else 50)]
-    rows += [*planning_time(2 if options.quick else 5), *robustness(2 if options.quick else 5)]
-    if not options.quick:
-        rows += [*estimator(), *real()]
-    return report(rows, options.json)
+    quick = options.quick
+    count, few = (3, 2) if quick else (10, 5)
+    parts = [ratios(count), step_times(count), predictions(), optimum(20 if quick else 50)]
+    parts += [planning_time(few), robustness(few), *([] if quick else [estimator(), real()])]
+    return report(chain.from_iterable(parts), options.json)
 
 
 if __name__ == "__main__":

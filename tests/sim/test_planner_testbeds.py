@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,7 @@ def test_the_command_prints_draws_and_refuses(tmp_path: Path) -> None:
     made = json.loads(run(PlanOptions(model="gpt2", testbed=bed, json=True, codecs="dense")))
     assert made["plan"]["numerics"]["cuts"]
     assert len(made["grid"]) == len(made["plan"]["placement"])
+    assert "replicas" in made and len(made["replicas"]["pipelines"]) >= 1
     for options, message in (
         (PlanOptions(model="gpt2", testbed=str(BEDS)), "several testbeds"),
         (PlanOptions(model="gpt9", testbed=bed), "no model 'gpt9'"),
@@ -139,3 +141,23 @@ def test_the_command_prints_draws_and_refuses(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             run(options)
+
+
+def test_the_command_says_whether_several_pipelines_would_be_better(tmp_path: Path) -> None:
+    """Two sites behind a line too slow for a dense pipeline: each had better train by itself and average."""
+    data = json.loads(BEDS.read_text())
+    bed = copy.deepcopy(data["testbeds"]["T1"])
+    for site in bed["sites"]:
+        site["up"] = site["down"] = 5
+    bed["inter"] = {}
+    path = tmp_path / "apart.json"
+    path.write_text(json.dumps(data | {"testbeds": {"apart": bed}}))
+    options = PlanOptions(model="gpt2", testbed=str(path), summary=MODELS, codecs="dense", average_every=10_000)
+    text, made = run(options), json.loads(run(replace(options, json=True)))["replicas"]
+    assert made["pay"] and len(made["pipelines"]) > 1 and made["average_every_steps"] == 10_000
+    assert sum(p["micro_batches"] for p in made["pipelines"]) == 64
+    assert f"{len(made['pipelines'])} pipelines that average every 10000 steps" in text
+    assert "the run uses one until replicas land" in text and "pipeline 1:" in text
+    often = json.loads(run(replace(options, json=True, average_every=1)))["replicas"]
+    assert not often["pay"] and len(often["pipelines"]) == 1
+    assert "one long pipeline is best" in run(replace(options, average_every=1))

@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 from peer.lab.netns import Lab
 from tests.netlab import model as m
 
-START_S, JOB_S, END_S = 120.0, 1200.0, 5.0
+START_S, JOB_S, END_S = 300.0, 1200.0, 5.0
 PORT = 29500
 SHORT_S = 10.0  # a step shorter than this is repeated
 

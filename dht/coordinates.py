@@ -29,9 +29,12 @@ class Coordinate:
 
 def from_point(point: tuple[float, ...], error: float) -> Coordinate | None:
     """A coordinate that another peer published; None if it is none."""
-    if len(point) != 3 or not all(math.isfinite(v) and abs(v) <= _MAX_MS for v in point) or point[2] < 0:
+    if len(point) != 3:
         return None
-    return Coordinate(point[0], point[1], max(point[2], _MIN_HEIGHT_MS), min(max(error, 0.01), 1.0))
+    x, y, height = point
+    if not (-_MAX_MS <= x <= _MAX_MS and -_MAX_MS <= y <= _MAX_MS and 0 <= height <= _MAX_MS):  # nor NaN
+        return None
+    return Coordinate(x, y, max(height, _MIN_HEIGHT_MS), min(max(error, 0.01), 1.0))
 
 
 def predict_rtt_s(a: Coordinate, b: Coordinate) -> float:

@@ -43,14 +43,21 @@ class Fencing:
     """Made by `start`. `busy`: the device works; then no bandwidth is probed, real traffic tells instead."""
 
     def __init__(
-        self, board: Board, machine: FenceMachine, *, busy: Callable[[], bool], on_change: Callable[[Stand], None]
+        self,
+        board: Board,
+        machine: FenceMachine,
+        *,
+        busy: Callable[[], bool],
+        on_change: Callable[[Stand], None],
+        upload_bytes_per_s: float | None = None,
     ) -> None:
         self.board, self.machine = board, machine
         self.stand: Stand | None = None
         self._busy, self._on_change, self._pace = busy, on_change, 1.0
         self.prober = Prober(
-            board.transport, machine.beat, seen_at=lambda peer: seen_at(board, peer), may_probe=lambda: not busy()
-        )
+            board.transport, machine.beat, seen_at=lambda peer: seen_at(board, peer), may_probe=lambda: not busy(),
+            upload_bytes_per_s=upload_bytes_per_s,
+        )  # fmt: skip
         self.probes: Probes = self.prober
         self._published: dict[str, Record] = {}
         self._task: asyncio.Task[None] | None = None
@@ -65,11 +72,14 @@ class Fencing:
         on_change: Callable[[Stand], None] = lambda stand: None,
         emulate: Callable[[Prober], Probes] | None = None,
         pace: float = 1.0,
+        upload_bytes_per_s: float | None = None,
     ) -> Fencing:
-        """Serves probes and begins to look around. In emulated networks `emulate` wraps the prober, and `pace` is the
-        share of the pauses between rounds that is waited for."""
+        """Serves probes, which send at most `upload_bytes_per_s`, and begins to look around.
+
+        In emulated networks `emulate` wraps the prober, and `pace` is the share of the pauses between rounds that is
+        waited for."""
         machine = FenceMachine(board.transport.peer_id, random.Random(), score=score)
-        fencing = cls(board, machine, busy=busy, on_change=on_change)
+        fencing = cls(board, machine, busy=busy, on_change=on_change, upload_bytes_per_s=upload_bytes_per_s)
         fencing._pace = pace
         if emulate is not None:
             fencing.probes = emulate(fencing.prober)

@@ -6,6 +6,7 @@ the key is read back from the id and no lookup is needed to check a signature.
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ def peer_id_of(public_key: bytes) -> str:
     return base58.b58encode(_ID_PREFIX + public_key).decode("ascii")
 
 
+@functools.lru_cache(1 << 14)  # base 58 is slow, and a peer meets the same few thousands again and again
 def peer_id_bytes(peer_id: str) -> bytes:
     """The 38 bytes of a peer id; InputError if `peer_id` is not the text form of an Ed25519 peer id."""
     try:

@@ -68,7 +68,8 @@ class ProbeBusy(TransportError):
 
 class Prober:
     """Both sides. `beat`: what to say of this peer; `seen_at`: the IP address that a connected peer is seen at, "" if
-    not known; `may_probe`: False while the device works, when strangers' bandwidth probes are turned down."""
+    not known; `may_probe`: False while the device works, when strangers' bandwidth probes are turned down;
+    `upload_bytes_per_s`: probes send no faster (None: as fast as the link takes it)."""
 
     def __init__(
         self,
@@ -77,8 +78,9 @@ class Prober:
         *,
         seen_at: Callable[[str], Awaitable[str]],
         may_probe: Callable[[], bool] = lambda: True,
+        upload_bytes_per_s: float | None = None,
     ) -> None:
-        self._transport, self._beat = transport, beat
+        self._transport, self._beat, self._upload_bytes_per_s = transport, beat, upload_bytes_per_s
         self._seen_at, self._may_probe = seen_at, may_probe
         self._one = asyncio.Lock()  # one bandwidth probe at a time, whoever asked for it
         self._last: OrderedDict[str, float] = OrderedDict()
@@ -118,7 +120,7 @@ class Prober:
             try:
                 async with asyncio.timeout(PROBE_S):
                     await self._request(stream, b"u")
-                    await _send(stream)
+                    await _send(stream, self._upload_bytes_per_s)
                     (up,) = _RATE.unpack(await stream.reader.readexactly(_RATE.size))
                     await self._request(stream, b"d")
                     down = await _receive(stream)
@@ -186,7 +188,7 @@ class Prober:
             if request == b"u":
                 stream.writer.write(_RATE.pack(await _receive(stream)))
             else:
-                await _send(stream)
+                await _send(stream, self._upload_bytes_per_s)
 
     def _rested(self, peer: str) -> bool:
         now = time.monotonic()
@@ -227,14 +229,17 @@ async def dial(host: str, port: int, *, timeout_s: float = DIAL_S) -> Dialled:
             writer.close()
 
 
-async def _send(stream: Stream) -> None:
+async def _send(stream: Stream, most_bytes_per_s: float | None) -> None:
     """Chunks within the window until the bounds of `rates` are reached."""
-    window = Window(time.perf_counter())
+    window = Window(time.perf_counter(), most_bytes_per_s)
     while not window.over(now := time.perf_counter()):
         while window.room(now):
             stream.writer.write(_LENGTH.pack(CHUNK_BYTES) + _PAYLOAD)
             window.sending(CHUNK_BYTES)
         await stream.writer.drain()
+        if window.acked == window.sent:
+            await asyncio.sleep(min(MAX_SEND_S, max(0.0, window.wait_s(now))))
+            continue
         acks = await stream.reader.read(256)
         if not acks:
             raise asyncio.IncompleteReadError(b"", None)

@@ -17,16 +17,21 @@ _MAX_SAMPLES = 4096
 
 
 class Window:
-    """What a sender may have in flight."""
+    """What a sender may have in flight, and with `most_bytes_per_s` how fast it may send."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, most_bytes_per_s: float | None = None) -> None:
+        self._most_bytes_per_s = most_bytes_per_s
         self.size, self.sent, self.acked, self.start = _FIRST_WINDOW, 0, 0, now
         self._mark, self._marked_at = 0, now
         self._least_s = float("inf")
 
     def room(self, now: float) -> bool:
         """Whether one more chunk may go out now."""
-        return self.sent - self.acked + CHUNK_BYTES <= self.size and not self.over(now)
+        return self.sent - self.acked + CHUNK_BYTES <= self.size and not self.over(now) and self.wait_s(now) <= 0
+
+    def wait_s(self, now: float) -> float:
+        """Until the rate allows another chunk; the first one is free."""
+        return 0.0 if self._most_bytes_per_s is None else self.start + self.sent / self._most_bytes_per_s - now
 
     def over(self, now: float) -> bool:
         """Whether the probe has sent all that it may."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import heapq
 import random
 from collections.abc import Iterable
@@ -11,8 +10,6 @@ from dataclasses import dataclass
 from dht.coordinates import Coordinate, from_point, moved, predict_rtt_s
 from dht.fence_records import MAX_LINKS, Beat, LinkFigure
 from dht.identity import public_key_of
-
-_key_of = functools.lru_cache(4096)(public_key_of)
 
 MAX_SIGHTS = 48
 _SLACK = 16  # above it, so that the table is put in order now and then only
@@ -117,7 +114,7 @@ class Sights:
         best = sorted(self.table.values(), key=lambda s: (s.rate <= 0, s.rtt_s))[:MAX_LINKS]
         return tuple(
             LinkFigure(
-                peer=_key_of(s.peer),
+                peer=public_key_of(s.peer),
                 rtt_us=min(1 << 32, int(s.rtt_s * 1e6)),
                 up_kbps=kbps(s.up_bytes_per_s),
                 down_kbps=kbps(s.down_bytes_per_s),

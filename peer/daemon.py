@@ -181,7 +181,10 @@ class Daemon:
         local = LocalControl(dial.folder / "local", o.home, transport.peer_id, lambda c: self._answer(c, board))
         await local.start()
         score = leader_score(bool(o.policy.hours), o.upload_bytes_per_s is not None)
-        self._fencing = await Fencing.start(board, score=score, busy=lambda: bool(volunteer.stages))
+        _, probe_rate = caps.upload_shares(o.upload_bytes_per_s, o.relay_bytes_per_s, 1)
+        self._fencing = await Fencing.start(
+            board, score=score, busy=lambda: bool(volunteer.stages), upload_bytes_per_s=probe_rate
+        )
         remember_swarm(self._addresses + o.bootstrap)
         self._since = board.clock.now()
         self._publish(board)

@@ -6,7 +6,7 @@ import asyncio
 
 SLICE_S = 0.05  # streams that share a cap wait for one another: tens of them stay within a heartbeat
 MIN_SLICE_BYTES = 1 << 10
-BURST_BYTES = 256 << 10  # that may go at once after a rest
+BURST_S, BURST_BYTES = 0.25, 256 << 10  # that may go at once after a rest: what BURST_S brings, at most BURST_BYTES
 
 
 class Bucket:
@@ -23,9 +23,9 @@ class Bucket:
 
 
 class Limiter:
-    """`bytes_per_s` None: no cap."""
+    """`bytes_per_s` None: no cap. `burst` 0: what BURST_S brings, at most BURST_BYTES."""
 
-    def __init__(self, bytes_per_s: float | None, *, burst: int = BURST_BYTES) -> None:
+    def __init__(self, bytes_per_s: float | None, *, burst: int = 0) -> None:
         self._rate, self._burst = bytes_per_s, burst
         self._bucket: Bucket | None = None
 
@@ -38,7 +38,8 @@ class Limiter:
             return
         now = asyncio.get_running_loop().time()
         if self._bucket is None:
-            self._bucket = Bucket(self._rate, burst=self._burst, now=now)
+            burst = self._burst or int(min(BURST_BYTES, max(MIN_SLICE_BYTES, self._rate * BURST_S)))
+            self._bucket = Bucket(self._rate, burst=burst, now=now)
         wait = self._bucket.delay(count, now)
         if wait > 0:
             await asyncio.sleep(wait)

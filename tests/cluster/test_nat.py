@@ -29,7 +29,7 @@ class Node:
 
     def __init__(self, net: Internet, name: str, folder: Path, *arguments: str) -> None:
         self.name, self.home, self._net = name, folder / name, net
-        self.home.mkdir()
+        self.home.mkdir(exist_ok=True)
         lines, end = os.pipe()
         self.log = self.home / "log.txt"
         with self.log.open("wb") as log:

@@ -1,11 +1,13 @@
 """A trainer of the network tests: two stages on the named peers, a few steps, JSON lines on stdout.
 
-python -m tests.netlab.train_once FOLDER STEPS PEER,PEER ADDRESS [ADDRESS ...]; a line on stdin lets each step begin
+python -m tests.netlab.train_once FOLDER STEPS PEER,PEER ADDRESS [ADDRESS ...]; a line on stdin lets each step begin.
+$WIDTH: of the model (default: 32)
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -20,8 +22,9 @@ def say(event: str, **what: object) -> None:
 
 
 def main(folder: Path, steps: int, peers: list[str], swarm: list[str]) -> None:
+    model = plain.gpt2(width=int(os.environ.get("WIDTH", "32")))
     with Run(
-        plain.gpt2(), data=plain.token_batches(steps, SAMPLES), swarm=swarm, run_dir=folder, allow_peers=peers,
+        model, data=plain.token_batches(steps, SAMPLES), swarm=swarm, run_dir=folder, allow_peers=peers,
         stages=2, compute=False, micro_batches=SAMPLES // MICRO, micro_batch_size=MICRO, optimizer=SGD(lr=0.1),
         compression="none", save_every=0, on=[lambda h: say("heard", what=repr(h)[:300])],
     ) as run:  # fmt: skip

@@ -230,10 +230,12 @@ def test_the_table_forgets_the_far_first() -> None:
 # --- rates
 
 
-def emulated(mbps: float, rtt_s: float, burst_bytes: int = 0) -> tuple[float, int, float]:
+def emulated(
+    mbps: float, rtt_s: float, burst_bytes: int = 0, cap_bytes_per_s: float | None = None
+) -> tuple[float, int, float]:
     """(measured bytes/s, bytes sent, seconds): a link that serialises at `mbps` after letting a burst through."""
     rate, now, free_at = mbps * 1e6 / 8, 0.0, 0.0
-    window, meter = Window(0.0), RateMeter()
+    window, meter = Window(0.0, cap_bytes_per_s), RateMeter()
     acks: list[float] = []
     burst = float(burst_bytes)
     while not window.over(now):
@@ -245,7 +247,8 @@ def emulated(mbps: float, rtt_s: float, burst_bytes: int = 0) -> tuple[float, in
             meter.arrived(CHUNK_BYTES, free_at + rtt_s / 2)
             acks.append(free_at + rtt_s)
         if not acks:
-            break
+            now += window.wait_s(now)
+            continue
         now = max(now, acks.pop(0))
         window.acknowledged(CHUNK_BYTES, now)
     return meter.bytes_per_s(), window.sent, acks[-1] if acks else now
@@ -253,6 +256,15 @@ def emulated(mbps: float, rtt_s: float, burst_bytes: int = 0) -> tuple[float, in
 
 # 10 MB are in flight at 1 Gbps and 80 ms, more than the window of 8 MiB: there a probe tells less than there is.
 LINKS = [(m, r) for m in (1, 3, 8, 30, 100, 300, 1000) for r in (0.5, 20, 80) if (m, r) != (1000, 80)]
+
+
+@pytest.mark.parametrize("cap", [2e4, 125e3, 500e3])
+def test_a_probe_keeps_to_the_upload_cap_and_finds_it(cap: float) -> None:
+    measured, sent, seconds = emulated(300, 0.02, 0, cap)
+    assert sent <= CHUNK_BYTES + cap * seconds
+    assert seconds < MAX_SEND_S + CHUNK_BYTES / cap + 0.1
+    if cap > 1e5:  # of one or two chunks nothing can be said
+        assert measured == pytest.approx(cap, rel=0.15)
 
 
 @pytest.mark.parametrize(("mbps", "rtt_ms"), LINKS)

@@ -30,7 +30,7 @@ class _Counting(Limiter):
     """What has passed so far, and since when."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        super().__init__(bytes_per_s)
+        super().__init__(bytes_per_s, burst=BURST_BYTES)
         self.passed, self.first_s, self.last_s = 0, 0.0, 0.0
 
     async def take(self, count: int) -> None:

@@ -25,7 +25,7 @@ from peer.api import Run
 from peer.swarm_network import read_links
 from tests.cluster import plain
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(900)
 PEERS, STEPS = 6, 8
 
 
@@ -77,7 +77,7 @@ class Swarm:
             transport = await p2p.start(self._identity, host_addresses=(), bootstrap=self.addresses, client_only=True)
             board = await Board.start(transport, client_only=True)
             try:
-                async with asyncio.timeout(120):
+                async with asyncio.timeout(400):
                     while True:
                         try:
                             peers = list(await board.peers())

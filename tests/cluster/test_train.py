@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = 20
 ADAMW = fusion_p2p.AdamW(lr=3e-3, clip_norm=1.0)
 MICRO_BATCHES, SIZE = 4, 2
+PATIENT_S = 60.0  # nobody freezes here: so that nobody is given up who merely has no turn on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FUSION_HOME", str(tmp_path_factory.mktemp("home")))
-        with LocalSwarm(peers=4) as running:
+        with LocalSwarm(peers=4, dead_s=PATIENT_S) as running:
             yield running
 
 
@@ -61,7 +62,7 @@ def plain_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-2)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_gpt2_equals_a_plain_loop(swarm: LocalSwarm, stages: int) -> None:
     batches = plain.token_batches(STEPS, MICRO_BATCHES * SIZE)
@@ -82,7 +83,7 @@ def test_gpt2_equals_a_plain_loop(swarm: LocalSwarm, stages: int) -> None:
     plain.gpt2().load_state_dict(state, strict=True)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_resnet_equals_a_plain_loop(swarm: LocalSwarm, stages: int) -> None:
     batches = plain.image_batches(STEPS, MICRO_BATCHES * SIZE)
@@ -99,7 +100,7 @@ def test_resnet_equals_a_plain_loop(swarm: LocalSwarm, stages: int) -> None:
     assert state["resnet.embedder.embedder.normalization.num_batches_tracked"] == STEPS * MICRO_BATCHES
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_the_same_run_twice_gives_the_same_bits(swarm: LocalSwarm) -> None:
     batches = plain.token_batches(8, MICRO_BATCHES * SIZE)
     runs = [train(swarm, plain.gpt2(dropout=0.1), batches, steps=8, stages=2, seed=3) for _ in range(2)]
@@ -109,7 +110,7 @@ def test_the_same_run_twice_gives_the_same_bits(swarm: LocalSwarm) -> None:
     assert other[2] != runs[0][2]  # another seed draws other masks
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("compression", "least"), [("rotated:4/2", 5.0)])
 def test_a_codec_sends_less_and_the_same_bits_each_time(
     swarm: LocalSwarm, tmp_path: Path, compression: str, least: float
@@ -161,7 +162,7 @@ def test_a_codec_sends_less_and_the_same_bits_each_time(
         assert saved > (1 - 1 / least) * frames, (link, saved / frames)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_evaluation_and_early_exit_change_nothing_else(swarm: LocalSwarm) -> None:
     batches = plain.token_batches(8, MICRO_BATCHES * SIZE)
     undisturbed = train(swarm, plain.gpt2(), batches, steps=6, stages=2)
@@ -187,7 +188,7 @@ def test_evaluation_and_early_exit_change_nothing_else(swarm: LocalSwarm) -> Non
     assert report["plan"]["numerics"]["micro_batches"] == 4
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_paused_run_goes_on_with_other_volunteers(
     swarm: LocalSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +201,7 @@ def test_a_paused_run_goes_on_with_other_volunteers(
     options: dict[str, Any] = {"save_every": 4, "recover_s": 0.0}
     saved = ["complete set at step 0"]
     with (
-        LocalSwarm(peers=2) as doomed,
+        LocalSwarm(peers=2, dead_s=PATIENT_S) as doomed,
         pytest.raises(RunPaused) as paused,
         Run(
             plain.gpt2(),
@@ -227,12 +228,12 @@ def test_a_paused_run_goes_on_with_other_volunteers(
         assert again.report()["weights_blake2b"] == undisturbed[2]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_lost_stage_is_rebuilt_and_nobody_notices(swarm: LocalSwarm, tmp_path: Path) -> None:
     batches = plain.token_batches(12, MICRO_BATCHES * SIZE)
     undisturbed = train(swarm, plain.gpt2(), batches, steps=12, stages=2)
     with (
-        LocalSwarm(peers=3) as doomed,
+        LocalSwarm(peers=3, dead_s=PATIENT_S) as doomed,
         Run(
             plain.gpt2(),
             data=batches,
@@ -252,7 +253,7 @@ def test_a_lost_stage_is_rebuilt_and_nobody_notices(swarm: LocalSwarm, tmp_path:
     assert {"lost", "recovered"} <= {e["kind"] for e in report["events"]}
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_who_may_see_a_run_and_whose_it_is(swarm: LocalSwarm, tmp_path: Path) -> None:
     """Only the named peers get a stage; the run is its owner's, whose key is not the trainer peer's."""
     named = [v.ready.peer for v in swarm.volunteers[1:3]]
@@ -275,7 +276,7 @@ def test_who_may_see_a_run_and_whose_it_is(swarm: LocalSwarm, tmp_path: Path) ->
     assert public_key_of(load_identity(tmp_path / "run" / "trainer.key").peer_id) != owner
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_a_run_folder_is_not_started_over(swarm: LocalSwarm, tmp_path: Path) -> None:
     batches = plain.token_batches(2, 4)
     options: dict[str, Any] = {"data": batches, "swarm": swarm, "micro_batches": 2, "micro_batch_size": 2}
@@ -299,7 +300,7 @@ tokenizer = "bytes"
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 def test_a_plan_for_the_live_swarm_trains_nothing(
     swarm: LocalSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,7 +333,7 @@ asyncio.new_event_loop().run_until_complete(cell())
 """
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_end_of_a_script_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     """A script without a __main__ guard, where an event loop runs already, as in a notebook; interrupted or killed, its
@@ -351,8 +352,8 @@ def test_the_end_of_a_script_leaves_no_process(tmp_path: Path, number: signal.Si
     family += psutil.Process(script.pid).children(recursive=True)
     assert len(family) > len(pids)
     script.send_signal(number)
-    assert script.wait(timeout=30) != 0
-    _, alive = psutil.wait_procs(family, timeout=30)
+    assert script.wait(timeout=120) != 0
+    _, alive = psutil.wait_procs(family, timeout=120)
     assert not alive
     if number == signal.SIGINT:  # an interrupted run keeps its folder and nothing else
         left = [p.name for p in temporary.iterdir() if not p.name.startswith("torch")]  # torch's own cache

@@ -46,11 +46,11 @@ def nothing_left() -> Iterator[None]:
     os.environ[MARK] = mark
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     yield
-    tempfile.tempdir = before
     until = time.monotonic() + ENDING_S
     while (left := _ours(mark)) and time.monotonic() < until:
         psutil.wait_procs(left, timeout=0.5)
     clear_leftovers()  # of peers that tests killed: the next peer that starts would, and there is none
+    tempfile.tempdir = before
     names = [" ".join(p.cmdline())[:120] for p in left if p.is_running()]
     files = sorted(p.name for p in folder.iterdir() if p.name.startswith("fusion"))
     for process in left:

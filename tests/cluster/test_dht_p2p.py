@@ -26,7 +26,7 @@ from dht.p2p import P2PTransport
 from dht.p2pd import FOLDER_PREFIX
 from dht.transport import Stream
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(400)
 ECHO = "/test/echo"
 
 
@@ -63,7 +63,7 @@ async def exchange(stream: Stream, size: int) -> None:
             stream.writer.write(sent[at : at + (1 << 17)])
             await stream.writer.drain()
 
-    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
         group.create_task(send())
         assert await stream.reader.readexactly(len(sent)) == sent
 
@@ -103,7 +103,7 @@ def test_two_peers_exchange_10_mb(tmp_path: Path) -> None:
                 await b.open_stream(a.peer_id, "/test/none")
             await a.stop_serving(ECHO)
             with contextlib.suppress(NoSuchProtocol):  # or, negotiated lazily, a stream that ends
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(120):
                     assert await (await b.open_stream(a.peer_id, ECHO)).reader.read() == b""
             stranger = Identity.generate().peer_id
             with pytest.raises(PeerUnreachable, match=stranger):
@@ -135,7 +135,7 @@ def test_a_failing_or_endless_handler_harms_nobody(tmp_path: Path) -> None:
             await a.serve(ECHO, echo)
             failing = await b.open_stream(a.peer_id, "/test/fails")
             await b.open_stream(a.peer_id, "/test/hangs")
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 assert await failing.reader.read() == b""  # the stream ends, nothing else does
             await exchange(await b.open_stream(a.peer_id, ECHO), 1 << 20)
 
@@ -182,18 +182,18 @@ def test_an_attached_process_opens_and_serves_streams_also_after_a_restart(tmp_p
             )
             assert child.stdin is not None
             assert child.stdout is not None
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 assert (await child.stdout.readline()).decode().split(" ", 1) == [a.peer_id, "from the executor\n"]
             await exchange(await b.open_stream(a.peer_id, "/test/attached"), 1 << 20)
             assert a.p2pd_pid is not None
             os.kill(a.p2pd_pid, signal.SIGKILL)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 assert await child.stdout.readline() == b"back\n"
             await exchange(await b.open_stream(a.peer_id, "/test/attached"), 1 << 20)
             child.stdin.close()
             assert await child.wait() == 0
             with contextlib.suppress(NoSuchProtocol):
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(120):
                     assert await (await b.open_stream(a.peer_id, "/test/attached")).reader.read() == b""
 
     run(main())
@@ -210,7 +210,7 @@ def test_p2pd_killed_comes_back_with_port_and_handlers(tmp_path: Path) -> None:
             first = b.p2pd_pid
             assert first is not None
             os.kill(first, signal.SIGKILL)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 assert await cut.reader.read() == b""
                 waiting = await b.open_stream(a.peer_id, ECHO)  # asked while it is down: waits for it
                 await back.wait()
@@ -225,14 +225,14 @@ def test_p2pd_killed_comes_back_with_port_and_handlers(tmp_path: Path) -> None:
 def test_a_frozen_p2pd_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         watch = ControlClient.watch
-        monkeypatch.setattr(ControlClient, "watch", lambda client: watch(client, interval_s=0.2, timeout_s=1.0))
+        monkeypatch.setattr(ControlClient, "watch", lambda client: watch(client, interval_s=0.2, timeout_s=4.0))
         async with swarm(tmp_path, 2) as (a, b):
             await b.serve(ECHO, echo)
             (back,) = await until_back(b)
             frozen = b.p2pd_pid
             assert frozen is not None
             os.kill(frozen, signal.SIGSTOP)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await back.wait()
             assert b.p2pd_pid != frozen
             assert not psutil.pid_exists(frozen)
@@ -281,7 +281,7 @@ def test_a_lying_p2pd_allocates_nothing(tmp_path: Path) -> None:
 
         server = await asyncio.start_unix_server(lies, path=str(tmp_path / "control"))
         with pytest.raises(TransportError, match="at most"):
-            await ControlClient(tmp_path / "control").identify(timeout_s=5.0)
+            await ControlClient(tmp_path / "control").identify(timeout_s=60.0)
         server.close()
 
     run(main())
@@ -355,7 +355,7 @@ def test_a_killed_peer_leaves_no_daemon_and_its_folder_is_cleared(tmp_path: Path
     child.wait()
     child.stdout.close()
     try:
-        daemon.wait(timeout=30)
+        daemon.wait(timeout=120)
     except psutil.TimeoutExpired:  # dead, but nobody here reaps it
         assert daemon.status() == psutil.STATUS_ZOMBIE
     assert Path(folder).exists()
@@ -430,6 +430,6 @@ def test_a_close_that_is_cancelled_leaves_no_process_and_no_folder(tmp_path: Pat
         closing.cancel()
         await asyncio.wait({closing})
         assert not folder.exists()
-        assert not (await asyncio.to_thread(psutil.wait_procs, [process], 5.0))[1]
+        assert not (await asyncio.to_thread(psutil.wait_procs, [process], 60.0))[1]
 
     run(main())

@@ -38,7 +38,7 @@ async def watch(address: str, seen: list[Picture], counted: list[Counted], done:
             done.set()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_a_real_run_is_seen_with_its_bottleneck_and_counted_work(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,7 +145,7 @@ def test_peers_behind_nat_train_through_a_pipe_and_go_on_when_its_host_dies(tmp_
             if said["event"] in ("ready", "step"):
                 trainer.stdin.write("\n")
                 trainer.stdin.flush()
-        assert trainer.wait(30) == 0, trainer.stderr.read() + "".join(heard)
+        assert trainer.wait(120) == 0, trainer.stderr.read() + "".join(heard)
         assert losses == pytest.approx(reference(4), rel=1e-5)
         other = nodes["two" if killed == "one" else "one"]
         assert other.status()["piped_bytes"] > 0

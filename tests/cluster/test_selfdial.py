@@ -12,7 +12,7 @@ from dht.transport import Stream
 from peer.selfdial import SelfDial
 from tests.memory_transport import Network
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(400)
 
 
 def test_a_peer_reaches_itself_and_others(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def wait_for_line(trainer: subprocess.Popen[str], pattern: str) -> str:
         said.append(line)
         if re.search(pattern, line):
             return line
-    raise AssertionError(f"the trainer ended with {trainer.wait(10)} before {pattern!r}: {''.join(said)[-3000:]}")
+    raise AssertionError(f"the trainer ended with {trainer.wait(120)} before {pattern!r}: {''.join(said)[-3000:]}")
 
 
 def rest_of(trainer: subprocess.Popen[str], timeout_s: float = 240.0) -> str:

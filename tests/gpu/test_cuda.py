@@ -21,7 +21,7 @@ STEPS = 8
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(150),
+    pytest.mark.timeout(400),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 

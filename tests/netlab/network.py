@@ -35,7 +35,7 @@ class Internet:
     """`peers`: names, "/nat" or "/cone" behind those that are behind NAT. Everything is removed at the end."""
 
     def __init__(self, peers: Sequence[str], *, mtu: int = 1500, udp: bool = True) -> None:
-        self._tag = f"fn{os.getpid() % 10000}"
+        self._tag = f"fn{os.getpid()}"
         self._mtu, self._udp = mtu, udp
         self._nat = {name.partition("/")[0]: name.partition("/")[2] for name in peers}
         self._made: list[str] = []
@@ -133,7 +133,7 @@ def _ip(*argv: str) -> None:
 
 
 def _run(argv: list[str], cwd: str | None = None) -> None:
-    subprocess.run(argv, check=True, capture_output=True, text=True, cwd=cwd, timeout=30)
+    subprocess.run(argv, check=True, capture_output=True, text=True, cwd=cwd, timeout=120)
 
 
 # --- nf_tables by netlink: table, chain, one rule

@@ -23,7 +23,7 @@ from peer.lab.netns import NETNS, Lab, prefix, sweep, unsupported
 from tests.cluster import plain
 
 SKIP = unsupported()
-pytestmark = [pytest.mark.root, pytest.mark.timeout(180), pytest.mark.skipif(bool(SKIP), reason=SKIP)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(400), pytest.mark.skipif(bool(SKIP), reason=SKIP)]
 
 BED = """{"gpus": {"core": [0.05, 2, 4]}, "testbeds": {"two": {"intra_node": [50, 0.1], "intra_site": [50, 0.1],
 "cores": 1.6, "sites": [{"name": "A", "gpu": "core", "count": 1}, {"name": "B", "gpu": "core", "count": 1}],

@@ -15,7 +15,7 @@ from tests.cluster import plain
 from tests.netlab.test_lab import BED
 
 SKIP = unsupported()
-pytestmark = [pytest.mark.root, pytest.mark.timeout(180), pytest.mark.skipif(bool(SKIP), reason=SKIP)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(400), pytest.mark.skipif(bool(SKIP), reason=SKIP)]
 
 
 def test_codecs_and_operators_are_measured_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ class MiniVolunteer:
     async def _control(self, stream: Stream) -> None:
         messages: MessageStream[ToVolunteer] = MessageStream(stream.reader, stream.writer, _DECODER)
         self.messages = messages
-        hello = await messages.receive(timeout_s=5.0)
+        hello = await messages.receive(timeout_s=60.0)
         assert isinstance(hello, Hello)
         spec = msgspec.msgpack.decode(hello.spec.body, type=RunSpec)
         await self._say(
@@ -302,4 +302,4 @@ class MiniVolunteer:
 
     async def _say(self, messages: MessageStream[ToVolunteer], message: msgspec.Struct) -> None:
         if self.alive:
-            await messages.send(message, timeout_s=5.0)
+            await messages.send(message, timeout_s=60.0)

@@ -17,7 +17,7 @@ def captured() -> Captured:
     return capture(_Net(), batch(0))
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("jump_s", [3600.0, -86400.0])
 def test_a_jump_of_the_clock_changes_no_bit_and_keeps_no_peer_out(
     captured: Captured, tmp_path: Path, jump_s: float

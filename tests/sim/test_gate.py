@@ -17,7 +17,7 @@ from peer.trainer import Trainer
 from tests.sim.test_switch import entry, replayed
 from tests.sim.test_trainer import Lab, _Net, batch
 
-MINUTE = pytest.mark.timeout(60)
+MINUTE = pytest.mark.timeout(400)
 COARSE = entry(0, 2, codecs=(LinkCodec(0, 1, "transform:2/1"),))
 CALM, JUMP = 8, 6  # steps
 

@@ -16,7 +16,7 @@ __all__ = ["captured"]  # the fixture
 STEPS = TICKS_AHEAD + 16
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("marks", [0, 1000])
 def test_a_replay_of_many_ticks_is_taken_as_fast_as_it_is_used(captured: Captured, tmp_path: Path, marks: int) -> None:
     """`marks` 0: nothing is logged, all stages go back; else the lost one alone is fed again."""

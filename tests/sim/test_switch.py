@@ -20,7 +20,7 @@ from peer.trainer import Trainer
 from peer.trainer_host import RunPaused
 from tests.sim.test_trainer import NUMERICS, OPTIMIZER, Lab, _Net, batch
 
-MINUTE = pytest.mark.timeout(60)
+MINUTE = pytest.mark.timeout(400)
 REFUSED = Refused(code="policy", reason="not today", stage=0)
 
 

@@ -25,7 +25,7 @@ DATA = os.urandom(1 << 20)
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await coroutine
 
     asyncio.run(bounded())

@@ -362,7 +362,7 @@ def test_an_early_interrupt_is_one_line(call: Call, monkeypatch: pytest.MonkeyPa
     assert call("train", "run.toml") == (130, "", "fusion-run: ended by Ctrl-C\n")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_codecs_prints_the_ladder_of_the_model_at_hand(call: Call) -> None:
     Path("run.toml").write_text(CONFIG.replace("layers = 1", "layers = 3"))
     code, out, err = call("codecs", "run.toml", "--steps", "1")

@@ -98,6 +98,6 @@ def test_a_stream_that_ends_inside_a_message_has_ended() -> None:
         reader.feed_data((50).to_bytes(4, "little") + b"half")
         reader.feed_eof()
         stream: MessageStream[ToVolunteer] = MessageStream(reader, cast(Any, None), DECODER)
-        assert await stream.receive(timeout_s=5.0) is None
+        assert await stream.receive(timeout_s=60.0) is None
 
     run(main())

@@ -23,7 +23,7 @@ FAST = ChannelSettings(beat_s=0.02, dead_s=0.2, backoff_max_s=0.05, ack_every_s=
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await coroutine
 
     asyncio.run(bounded())

@@ -41,9 +41,9 @@ async def serve(network: Network, *words: msgspec.Struct) -> None:
         messages: MessageStream[ToVolunteer] = MessageStream(
             stream.reader, stream.writer, msgspec.msgpack.Decoder(ToVolunteer)
         )
-        assert isinstance(await messages.receive(timeout_s=5.0), Hello)
+        assert isinstance(await messages.receive(timeout_s=60.0), Hello)
         for word in (Welcome(version=PROTOCOL_VERSION, peer="v", devices=("cpu",)), *words):
-            await messages.send(word, timeout_s=5.0)
+            await messages.send(word, timeout_s=60.0)
         await asyncio.Event().wait()
 
     await network.transport("v").serve(CONTROL, control)

@@ -81,7 +81,7 @@ async function fetchExtra() {
 
 // --- scrubber
 
-const scrub = { first: 0, last: 0, timer: 0 };
+const scrub = { first: 0, last: 0, timer: 0, wanted: null };  // `wanted`: where the hand put it; null: live
 
 async function loadSpan() {
   const span = await ask("/api/history");
@@ -93,7 +93,7 @@ async function loadSpan() {
   slider.min = 0;
   slider.max = Math.ceil(scrub.last - scrub.first);
   slider.step = Math.max(1, Math.round((scrub.last - scrub.first) / 2000));
-  slider.value = store.past ? store.past.time - scrub.first : slider.max;
+  slider.value = scrub.wanted === null ? slider.max : scrub.wanted - scrub.first;
   drawTrack();
 }
 
@@ -119,10 +119,10 @@ function drawTrack() {
 
 function scrubbed() {
   const slider = $("when");
-  const at = scrub.first + Number(slider.value);
-  $("when-text").textContent = Number(slider.value) >= Number(slider.max) ? "now" : clock(at);
+  scrub.wanted = Number(slider.value) >= Number(slider.max) ? null : scrub.first + Number(slider.value);
+  $("when-text").textContent = scrub.wanted === null ? "now" : clock(scrub.wanted);
   clearTimeout(scrub.timer);
-  scrub.timer = setTimeout(() => travel(Number(slider.value) >= Number(slider.max) ? null : at), 60);
+  scrub.timer = setTimeout(() => travel(scrub.wanted), 60);
 }
 
 function goLive() {

@@ -45,6 +45,7 @@ def nothing_left() -> Iterator[None]:
     folder = Path(tempfile.mkdtemp(prefix="ft-"))  # short: Unix socket paths have 107 bytes
     os.environ[MARK] = mark
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    os.environ["FUSION_HOME"] = str(folder / "home")  # nobody's own keys, and no other worker's
     yield
     until = time.monotonic() + ENDING_S
     while (left := _ours(mark)) and time.monotonic() < until:

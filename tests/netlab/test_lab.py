@@ -122,5 +122,8 @@ def test_what_a_killed_owner_leaves_is_swept_and_a_living_owners_lab_is_not(tmp_
         assert left(start), "its owner lives"
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait()
-    assert start + "core" in sweep()
-    assert not left(start)
+    sweep()  # or another lab of this machine, which begins just now: it does the same
+    until = time.monotonic() + 60
+    while left(start):
+        assert time.monotonic() < until, left(start)
+        time.sleep(0.1)

@@ -15,10 +15,12 @@ from tests.cluster import plain
 from tests.netlab.test_lab import BED
 
 SKIP = unsupported()
+SIZE = 16
 pytestmark = [pytest.mark.root, pytest.mark.timeout(400), pytest.mark.skipif(bool(SKIP), reason=SKIP)]
 
 
 def test_codecs_and_operators_are_measured_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches are so large that the link holds the pipeline up also where the stages compute very slowly."""
     monkeypatch.setenv("FUSION_HOME", str(tmp_path / "home"))
     (tmp_path / "bed.json").write_text(BED)
     with (
@@ -27,12 +29,12 @@ def test_codecs_and_operators_are_measured_at_the_start(tmp_path: Path, monkeypa
         LabSwarm(lab) as swarm,
         Run(
             plain.gpt2(),
-            data=plain.token_batches(4, 4),
+            data=plain.token_batches(4, 2 * SIZE),
             swarm=list(swarm.addresses),
             compute=False,
             stages=2,
             micro_batches=2,
-            micro_batch_size=2,
+            micro_batch_size=SIZE,
             save_every=0,
             run_dir=tmp_path / "run",
         ) as run,

@@ -137,12 +137,12 @@ def test_cuts_and_codecs_change_under_faults_as_a_numeric_log_says(tmp_path: Pat
     check(report, 40, tmp_path)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_a_peer_that_becomes_slow_is_given_less(tmp_path: Path) -> None:
     """The model is large enough that its stages compute most of the time. How many steps it takes to see the slow one
     depends on what else the machine does (the bound is a benchmark's); that the plan changes, that it says why, and
     that the weights are those of the replayed log does not."""
-    most, wanted = 160, 25
+    most, wanted = 300, 25
     fault = Fault(step=wanted, kind="slow", pick=1, steps=1000)
     with (
         LocalSwarm(peers=4, dead_s=PATIENT_S) as swarm,

@@ -124,6 +124,8 @@ def _status(options: argparse.Namespace) -> int:
 
     snapshot = asyncio.run(take_snapshot(resolve_swarm(options.swarm), run=options.run, timeout_s=options.timeout))
     print(as_json(snapshot) if options.json else as_text(snapshot), flush=True)
+    if options.run and not snapshot.runs:
+        print(f"fusion-monitor: run {options.run!r} is not on the board; without --run all are shown", file=sys.stderr)
     return 4 if options.run and not any(v.run.state in ("training", "done") for v in snapshot.runs) else 0
 
 

@@ -210,10 +210,3 @@ class Program:
             out = None
             for vid in c.dead:
                 env.pop(vid, None)
-
-
-def run_nodes(
-    nodes: Sequence[Node], env: Env, *, batch: int, training: bool, rng: RngKey, device: torch.device = _CPU
-) -> None:
-    """Run `nodes` once, keeping every value in `env`. For repeated runs keep a `Program`."""
-    Program(nodes)(env, batch=batch, training=training, rng=rng, device=device)

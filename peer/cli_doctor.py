@@ -61,7 +61,7 @@ async def _from_the_swarm(folder: Path, swarm: tuple[str, ...], listen: tuple[st
             peers = await board.peers()
             fencing = await Fencing.start(board)
             try:
-                found = [Finding(name="swarm", ok=True, text=f"{len(peers)} peers on the board")]
+                found = [Finding(name="swarm", ok=True, text=f"peers on the board: {len(peers)}")]
                 return found + await preflight.network_findings(transport, board, fencing)
             finally:
                 await fencing.close()

@@ -182,7 +182,7 @@ def _ask(options: argparse.Namespace) -> int:
 
 
 def _status_text(status: PeerStatus) -> str:
-    others = "board not read yet" if status.peers is None else f"{status.peers} peers on the board"
+    others = "board not read yet" if status.peers is None else f"peers on the board: {status.peers}"
     lines = [f"peer {status.peer} ({status.name}): {status.state}, up {status.uptime_s:.0f} s, {others}"]
     if status.fence:
         leads = "led by this peer" if status.leader == status.peer else f"led by ..{status.leader[-8:]}"

@@ -74,12 +74,6 @@ def open_tokenizer(choice: str, vocab: int, folder: Path, training_text: str) ->
     return tokenizer
 
 
-def kept_tokenizer(folder: Path) -> TextTokenizer:
-    """The tokenizer that a run folder or an export holds; bytes if it holds none."""
-    path = folder / FILE
-    return _parse(_read(path), path) if path.exists() else BytesTokenizer()
-
-
 def _library() -> type[HfTokenizer]:
     try:
         from tokenizers import Tokenizer

@@ -364,8 +364,8 @@ def test_the_monitor_reads_the_board_small_and_fast(tmp_path: Path, record_prope
             code, out, _, _ = await monitor("status", "--swarm", boot, "--run", view.run.run[:8], home=tmp_path)
             assert code == 0
             assert "RUN demo" in out
-            code, out, _, _ = await monitor("status", "--swarm", boot, "--run", "none", home=tmp_path)
-            assert code == 4
+            code, out, err, _ = await monitor("status", "--swarm", boot, "--run", "none", home=tmp_path)
+            assert code == 4 and "fusion-monitor: run 'none' is not on the board" in err
         code, out, err, _ = await monitor("status", "--swarm", boot, home=tmp_path)
         assert (code, out) == (3, "")
         assert boot in err

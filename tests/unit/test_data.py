@@ -20,7 +20,7 @@ from peer.data import Source, TokenSource, epoch_order, join_rows, rows
 from peer.data_open import open_data, package_text, read_idx
 from peer.data_state import from_plain, to_plain
 from peer.data_stream import SpooledSource, as_source, in_parts
-from peer.tokenize_text import BytesTokenizer, kept_tokenizer, open_tokenizer
+from peer.tokenize_text import BytesTokenizer, open_tokenizer
 
 TEXT = "".join(f"line {i} says that {i * i} is its square.\n" for i in range(400))
 
@@ -101,7 +101,8 @@ def test_text_files_with_a_bpe_trained_once(tmp_path: Path) -> None:
     again = open_data(settings, folder, 32)
     assert (folder / "tokenizer.json").read_bytes() == trained
     assert torch.equal(first.train.next_batch(5)["input_ids"], again.train.next_batch(5)["input_ids"])
-    for tokenizer in (first.tokenizer, kept_tokenizer(folder), BytesTokenizer()):
+    assert again.tokenizer is not None
+    for tokenizer in (first.tokenizer, again.tokenizer, BytesTokenizer()):
         assert tokenizer.decode([int(i) for i in tokenizer.encode("naïve ☂\n\n x")]) == "naïve ☂\n\n x"
     held_out = first.held_out
     assert 1.0 < held_out.bytes_per_token < 8.0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion_p2p import cost, seeded
-from fusion_p2p.interp import Program, run_nodes
+from fusion_p2p.interp import Program
 from fusion_p2p.ir import BatchInt, DTypeArg, EnumArg, ListArg, Node, Ref, ValueSpec
 from fusion_p2p.opset import OPS, check_args
 from fusion_p2p.seeded import RngKey
@@ -25,7 +25,7 @@ def node(op: str, *args: object, out: tuple[int, ...] = (1,), site: int = 0, **k
 
 def run(nodes: list[Node], x: torch.Tensor, *, training: bool = True, rng: RngKey = KEY) -> dict[int, torch.Tensor]:
     env = {0: x}
-    run_nodes(nodes, env, batch=x.shape[0], training=training, rng=rng)
+    Program(nodes)(env, batch=x.shape[0], training=training, rng=rng)
     return env
 
 
@@ -82,7 +82,7 @@ def test_batch_norm_gives_new_statistics_and_leaves_the_old() -> None:
     x, mean, var = torch.randn(6, 3), torch.zeros(3), torch.ones(3)
     nodes = [node("fusion.batch_norm", Ref(0), None, None, Ref(1), Ref(2), 0.1, 1e-5, out=(3, 4, 5))]
     env = {0: x, 1: mean, 2: var}
-    run_nodes(nodes, env, batch=6, training=True, rng=KEY)
+    Program(nodes)(env, batch=6, training=True, rng=KEY)
     assert torch.equal(mean, torch.zeros(3))
     want_mean, want_var = torch.zeros(3), torch.ones(3)
     want = F.batch_norm(x, want_mean, want_var, training=True)
@@ -94,7 +94,7 @@ def test_attention_without_dropout_is_pytorchs(causal: bool) -> None:
     q, k, v = torch.randn(3, 2, 4, 6, 8).unbind(0)
     args = (Ref(0), Ref(1), Ref(2), None, 0.5, causal, None, False)
     env = {0: q, 1: k, 2: v}
-    run_nodes([node("fusion.sdpa", *args, out=(3,))], env, batch=2, training=False, rng=KEY)
+    Program([node("fusion.sdpa", *args, out=(3,))])(env, batch=2, training=False, rng=KEY)
     assert torch.equal(env[3], F.scaled_dot_product_attention(q, k, v, is_causal=causal))
 
 

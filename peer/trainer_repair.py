@@ -7,6 +7,7 @@ finds its hosts where they were.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
@@ -15,7 +16,7 @@ from fusion_p2p.plan import Plan
 from peer.offers import DeviceOffer
 from peer.rehost import NoRoomError, recovery_group, rehost
 from peer.trainer_host import RunPaused
-from peer.trainer_live import AFTER_REFUSAL_S, Live
+from peer.trainer_live import AFTER_LOSS_S, AFTER_REFUSAL_S, Live
 
 RETRY_S = 1.0
 
@@ -25,6 +26,7 @@ class Repair:
 
     def __init__(self, live: Live, adopt: Callable[[Plan], Awaitable[None]]) -> None:
         self._live, self._adopt = live, adopt
+        self._back_at: dict[str, float] = {}  # when a host was last taken back, monotonic
 
     async def serve(self) -> None:
         live, loop = self._live, asyncio.get_running_loop()
@@ -89,7 +91,8 @@ class Repair:
         """Lost hosts that answer again go on; all begin anew if one has not kept its stages."""
         live = self._live
         async with live.placing:
-            plan, peers = live.now.plan, live.cut_off()
+            plan, now = live.now.plan, asyncio.get_running_loop().time()
+            peers = [p for p in live.cut_off() if now - self._back_at.get(p, -math.inf) >= AFTER_LOSS_S]
             found = await asyncio.gather(*(live.assembly.take_back(plan, peer) for peer in peers))
             back = {peer: has for peer, has in zip(peers, found, strict=True) if has is not None}
             for peer, has in back.items():
@@ -98,7 +101,8 @@ class Repair:
                 for k in self._stages_of(peer) if has else ():
                     text = f"stage {k} goes on at {peer[-8:]}, which answers again"
                     live.say("recovered", text, peer=peer, stage=k)
-                del live.lost[peer]
+                self._back_at[peer] = now
+                live.lost.pop(peer, None)
                 live.excluded.pop(peer, None)
             if back and not live.lost and not live.anew:
                 await self._adopt(plan)

@@ -17,6 +17,7 @@ from dht.node import Board
 from dht.p2p import P2PTransport
 from dht.probe import Prober, Reach
 from dht.records import PeerRecord
+from peer.caps import PAYLOAD
 from peer.errors import PeerError
 from peer.pipe_host import PipeHost
 from peer.pipes import Pipes
@@ -68,7 +69,7 @@ class PipeService:
         await pipes.start()
         host = None
         if offer_bytes_per_s is not None:
-            host = PipeHost(transport, offer_bytes_per_s, refuses=refuses, range_of=range_of)
+            host = PipeHost(transport, offer_bytes_per_s * PAYLOAD, refuses=refuses, range_of=range_of)
             await host.start()
         return cls(transport, board, pipes, host)
 

@@ -55,7 +55,10 @@ async def send(dial: SelfDial, peer: str, host: str) -> None:
     stdin = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     while not stdin.done():
         stream.writer.write(bytes(1 << 16))
-        await asyncio.wait({stdin, asyncio.ensure_future(stream.writer.drain())}, return_when=asyncio.FIRST_COMPLETED)
+        drained = asyncio.ensure_future(stream.writer.drain())
+        await asyncio.wait({stdin, drained}, return_when=asyncio.FIRST_COMPLETED)
+        if not drained.done():
+            drained.cancel()
 
 
 async def main(folder: Path, host: str, what: str, peer: str) -> None:

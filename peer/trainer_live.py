@@ -173,7 +173,9 @@ class Live:
         }
 
     def exclude(self, peer: str, for_s: float = math.inf) -> None:
-        self.excluded[peer] = max(time.monotonic() + for_s, self.excluded.get(peer, 0.0))
+        now = time.monotonic()
+        self.excluded = {p: until for p, until in self.excluded.items() if until > now}
+        self.excluded[peer] = max(now + for_s, self.excluded.get(peer, 0.0))
 
     def judged(self, found: Judgement) -> None:
         """What hosts said of each other leads to this. What was seen here, for good, is not cleared by it."""

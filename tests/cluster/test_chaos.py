@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,14 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_faults(
-    faults: tuple[Fault, ...], steps: int, *, width: int = 32, **options: Any
+    faults: tuple[Fault, ...],
+    steps: int,
+    *,
+    width: int = 32,
+    also: Callable[[int, Run, LocalSwarm], None] = lambda step, run, swarm: None,
+    **options: Any,
 ) -> tuple[dict[str, Any], Chaos, Run]:
-    """Train the tiny GPT-2 for `steps` steps under `faults`; the report."""
+    """Train the tiny GPT-2 for `steps` steps under `faults`, and what `also` does after each step; the report."""
     settings: dict[str, Any] = {"stages": STAGES, "compression": "none"} | options
     dead_s = DEAD_S if {f.kind for f in faults} & {"freeze", "cut"} else PATIENT_S
     with (
@@ -66,6 +72,7 @@ def with_faults(
     ):
         for step in run.steps(steps):
             chaos.after(step.step, run.plan())
+            also(step.step, run, swarm)
         return run.report() | {"log": run.numeric_log()}, chaos, run
 
 
@@ -114,6 +121,29 @@ def test_neighbours_killed_together(tmp_path: Path) -> None:
     report, chaos, _ = with_faults(faults, 40)
     assert len(chaos.struck) == 3
     check(report, 40, tmp_path)
+
+
+@pytest.mark.timeout(900)
+def test_host_and_buddy_killed_together(tmp_path: Path) -> None:
+    """What they held of the stage is gone with them; the trainer's folder has it."""
+    killed: list[str] = []
+
+    def kill(step: int, run: Run, swarm: LocalSwarm) -> None:
+        live = run._opened().session.trainer._live
+        newest = live.now.newest
+        holders = [b for e in newest.stages if e.stage == 1 for b in live.kept.get(e.hash, ())]
+        if killed or step < 15 or newest.step < 10 or not holders:
+            return
+        killed.extend((run.plan().host(1).peer, *holders))
+        for peer in killed:
+            victim = psutil.Process(swarm.find(peer).pid)
+            for process in (victim, *victim.children(recursive=True)):
+                process.kill()
+
+    report, _, _ = with_faults((), 60, also=kill)
+    assert len(killed) == 2
+    assert killed[0] in {e["peer"] for e in report["events"] if e["kind"] == "lost"}
+    check(report, 60, tmp_path)
 
 
 @pytest.mark.timeout(900)

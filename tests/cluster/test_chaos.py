@@ -129,21 +129,22 @@ def test_host_and_buddy_killed_together(tmp_path: Path) -> None:
     killed: list[str] = []
 
     def kill(step: int, run: Run, swarm: LocalSwarm) -> None:
-        live = run._opened().session.trainer._live
-        newest = live.now.newest
-        holders = [b for e in newest.stages if e.stage == 1 for b in live.kept.get(e.hash, ())]
-        if killed or step < 15 or newest.step < 10 or not holders:
+        if step != 15:
             return
+        live, until = run._opened().session.trainer._live, time.monotonic() + 120.0
+        while not (holders := [b for e in live.now.newest.stages if e.stage == 1 for b in live.kept.get(e.hash, ())]):
+            assert time.monotonic() < until, "no set came to a buddy"
+            time.sleep(0.05)
         killed.extend((run.plan().host(1).peer, *holders))
         for peer in killed:
             victim = psutil.Process(swarm.find(peer).pid)
             for process in (victim, *victim.children(recursive=True)):
                 process.kill()
 
-    report, _, _ = with_faults((), 60, also=kill)
+    report, _, _ = with_faults((), 40, also=kill)
     assert len(killed) == 2
     assert killed[0] in {e["peer"] for e in report["events"] if e["kind"] == "lost"}
-    check(report, 60, tmp_path)
+    check(report, 40, tmp_path)
 
 
 @pytest.mark.timeout(900)

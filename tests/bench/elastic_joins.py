@@ -123,7 +123,7 @@ def comings_and_goings(count: int, seconds: float) -> list[Row]:
     return [
         Row(f"{case}: processes, folders and records left", "; ".join(left) or "none", "none", not left),
         Row(
-            "  processes, open files and sockets, threads, files of those that stay: more than before",
+            "  processes, open files and sockets, threads, files of those that stay: clearly more than before",
             ", ".join(f"{name} {a} -> {b}" for name, (a, b) in grown.items()) or "none",
             "none",
             not grown,

@@ -56,7 +56,7 @@ class Visits:
     behind: tuple[str, ...]
 
     def grown(self) -> dict[str, tuple[int, int]]:
-        """What is held clearly more of than before: name -> (before, after). A few connections and pool threads come and
+        """What is held clearly more of than before: name -> (before, after). Some connections and pool threads come and
         go by themselves; what a hundred visitors leave behind is more. Memory apart, which no count of things tells."""
         count = self.before.processes
         spare = {"processes": 0, "descriptors": 3 * count, "threads": POOL_THREADS * count, "files": 4}

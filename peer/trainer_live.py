@@ -34,6 +34,7 @@ from peer.trainer_ticks import TickBook
 
 GATHER_S = 60.0
 AFTER_REFUSAL_S = 60.0  # before a volunteer that refused a stage while the run goes on is asked again
+FLOOD = 100  # lines of one peer between two that are told: it says more than its state every second
 AFTER_LOSS_S = 15.0  # before a volunteer that was lost, or could not be reached, is tried again
 
 
@@ -277,7 +278,7 @@ class Live:
             left_out = self.quiet.may_tell(peer, self.session.clock())
             if left_out is None:
                 return
-            text += f" ({left_out} more such lines were left out)" if left_out else ""
+            text += f" ({left_out} more lines of it were left out)" if left_out > FLOOD else ""
         self.sink(
             RunEvent(
                 kind=kind,

@@ -25,6 +25,7 @@ PAIR = 2  # that come together, and go
 GOES_S = 120.0  # for a volunteer that says goodbye; long, for the machine may be busy
 GREETED_S = 120.0  # for a volunteer that came to be known to the trainer
 POOL_THREADS = 6  # of a process's own pool, made as they are first needed
+FILES = 12  # snapshots that a buddy has not fetched or not let go yet
 WARM_UP_SETS = 3  # before two are kept everywhere
 PROMPT_S = 1.0  # between looks at what is left
 
@@ -59,7 +60,7 @@ class Visits:
         """What is held clearly more of than before: name -> (before, after). Some connections and pool threads come and
         go by themselves; what a hundred visitors leave behind is more. Memory apart, which no count of things tells."""
         count = self.before.processes
-        spare = {"processes": 0, "descriptors": 3 * count, "threads": POOL_THREADS * count, "files": 4}
+        spare = {"processes": 0, "descriptors": 3 * count, "threads": POOL_THREADS * count, "files": FILES}
         found = {name: (getattr(self.before, name), getattr(self.after, name)) for name in spare}
         return {name: pair for name, pair in found.items() if pair[1] > pair[0] + spare[name]}
 

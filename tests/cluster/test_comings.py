@@ -23,7 +23,7 @@ def test_six_come_and_six_go_and_nothing_is_left(tmp_path: Path, monkeypatch: py
     print(found)
     assert not found.behind and not found.grown()
     assert found.after.rss_bytes < 1.1 * found.before.rss_bytes
-    assert found.moves >= 3, "who left hosted nothing"
+    assert found.moves, "who left hosted nothing"
 
 
 @pytest.mark.timeout(600)

@@ -209,9 +209,19 @@ class Assembly:
         return True
 
     def timed(self, offers: Iterable[DeviceOffer]) -> list[DeviceOffer]:
-        """The offers with what the devices' trial steps have shown: that they work, and their own operators' times."""
+        """The offers with what the devices' trial steps have shown: that they work, and their own operators' times.
+
+        Not the times of peers that share a machine: they are alike, and what one takes tells how busy the others are.
+        """
         known = self._confirmed
-        return [replace(o, confirmed=(o.peer, o.device) in known, shape=known.get((o.peer, o.device))) for o in offers]
+        return [
+            replace(
+                o,
+                confirmed=(o.peer, o.device) in known,
+                shape=None if o.machine else known.get((o.peer, o.device)),
+            )
+            for o in offers
+        ]
 
     async def adopt(self, plan: Plan, states: Mapping[int, BlobRef], first_tick: int) -> dict[int, str]:
         """Take over the stages of an earlier session where they run; why the others are not there, by stage."""

@@ -290,7 +290,8 @@ def test_a_newcomer_is_used_only_after_its_timed_trial_step(captured: Captured, 
         async with lab.trainer(2) as trainer:
             live = trainer._live
             assert {p.peer for p in trainer.plan.placement} == {"volunteer1", "volunteer2"}
-            by_peer = {o.peer: o for o in live.devices()}
+            assert all(o.shape is None for o in live.devices() if o.confirmed)  # one machine: alike
+            by_peer = {o.peer: o for o in live.assembly.timed(replace(o, machine="") for o in live.devices())}
             assert by_peer["volunteer1"].confirmed and by_peer["volunteer2"].confirmed
             shape = by_peer["volunteer1"].shape
             assert shape is not None and shape.forward_s[1] == 2.0 and by_peer["volunteer2"].shape is None

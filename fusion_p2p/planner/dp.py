@@ -6,8 +6,8 @@ device of the order. State: F[k][q], the least round trip of a chain that ends a
 leaves room in its stage for a hop of codec class k. Devices with equal links form a group, of which only the best
 is kept per position, so a step costs (groups x positions), not (devices x positions).
 
-Plain numpy: whole plans for 48, 200 and 1,000 peers take 0.15, 0.19 and 0.53 s of CPU on a busy machine; to import numba
-0.68 takes 0.16 s and to compile one small kernel 0.59 s, before anything is planned.
+Plain numpy: whole plans for 48, 200 and 1,000 peers take 0.15, 0.19 and 0.53 s of CPU on a busy machine; importing
+numba 0.68 takes 0.16 s, and compiling one small kernel 0.59 s, before anything is planned.
 
 `reference` in dp_reference.py is the same programme written plainly; tests hold the two against each other.
 """

@@ -79,7 +79,7 @@ class P2PTransport:
         """The owner's start: p2pd comes up, its port is kept over restarts, with `join` the swarm is joined. On failure
         call `close`."""
         assert self._folder is not None
-        self._daemon = await P2pd.start(config, self._folder, timeout_s=timeout_s)
+        self._daemon = await P2pd.start(config, self._folder)
         _, found = await self.client.identify()
         port = next((p for p in map(addresses.tcp_port, found) if p), 0)
         kept = tuple(

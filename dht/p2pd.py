@@ -35,6 +35,7 @@ FOLDER_PREFIX = "fusion-p2p-"
 _LOCK, _CONTROL = "lock", "control"
 _YOUNG_S = 60.0  # a folder without a lock file may be one that is being made
 _PR_SET_PDEATHSIG = 1
+READY_S = 60.0  # it takes 0.15 s, and its death is seen at once; a machine that is very busy lets it wait
 MAX_FILES = 4096  # connections and streams of p2pd, those that have not authenticated too
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -166,7 +167,7 @@ class P2pd:
         self._drain = asyncio.create_task(self._drain_output(), name="p2pd output")
 
     @classmethod
-    async def start(cls, config: P2pdConfig, folder: SocketFolder, *, timeout_s: float = 15.0) -> P2pd:
+    async def start(cls, config: P2pdConfig, folder: SocketFolder, *, timeout_s: float = READY_S) -> P2pd:
         """Starts it and waits for its control socket. TransportError with p2pd's last words if it fails."""
         folder.control.unlink(missing_ok=True)
         process = _spawn(_arguments(config, folder.control))

@@ -17,6 +17,7 @@ from fusion_p2p.estimator import kept_tables, load_table
 from fusion_p2p.planner import AtomTimes
 from fusion_p2p.planner.network import Device
 from fusion_p2p.workload import atoms
+from peer.cli_peer import SLOWEST, _operator_lines
 from peer.offers import DeviceOffer, SwarmLinks, network_of, shape_of_atoms
 from peer.op_times import shape_of
 from peer.placement import PlanRequest, make_plan
@@ -129,3 +130,12 @@ def test_a_list_of_too_many_atoms_is_refused_where_it_is_decoded() -> None:
     with pytest.raises(msgspec.ValidationError, match="atoms"):
         msgspec.msgpack.decode(msgspec.msgpack.encode(raw), type=ToTrainer)
     assert shape_of_atoms([AtomSeconds(0.0, 0.0)] * 3, 3) is None and shape_of_atoms((), 0) is None
+
+
+def test_bench_shows_what_runs_had_the_device_time(tmp_path: Path) -> None:
+    assert shape_of(gpt2().captured.opdag, 2, tmp_path, 1e9, clock=Ticks()) is not None
+    [table] = kept_tables(tmp_path, "cpu", _hardware(tmp_path))
+    lines = _operator_lines(table)
+    assert f"{len(table.times)} operator calls timed" in lines[0] and len(lines) == 1 + SLOWEST
+    assert all(line.strip().startswith("aten.") and " ms, backward " in line for line in lines[1:])
+    assert kept_tables(tmp_path / "nowhere", "cpu", "") == []

@@ -16,6 +16,7 @@ from peer import cli_peer
 
 MBIT = 1e6 / 8
 PACE = 0.2
+PATIENT = "--beat-s", "2", "--dead-s", "30"  # a busy machine is no death
 
 
 class Emulated:
@@ -45,7 +46,9 @@ def main(sites: Path, home: str, *addresses: str) -> int:
         return await start(board, emulate=lambda prober: Emulated(prober, site, me), pace=PACE, **how)
 
     Fencing.start = with_sites  # type: ignore[method-assign, assignment]
-    return cli_peer.main(["join", *addresses, "--loopback", "--home", home, "--threads", "1", "--memory", "1GiB"])
+    return cli_peer.main(
+        ["join", *addresses, "--loopback", "--home", home, "--threads", "1", "--memory", "1GiB", *PATIENT]
+    )
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ import asyncio
 
 import msgspec
 import pytest
+import torch
 
 from dht.transport import Stream
-from fusion_p2p.ir import OpDag
+from fusion_p2p.capture import capture
 from fusion_p2p.settings import OptimizerSpec
 from peer import signing
 from peer.channel_io import ChannelSettings
@@ -27,7 +28,7 @@ SPEC, SIGNED_SPEC = signing.make_run_spec(
 EPOCH = 3
 CERT = SessionCert(run=SPEC.run, session_key=b"k" * 32, trainer_peer="t", epoch=EPOCH, expires=9e9)
 CHANNELS = ChannelSettings()
-DAG = OpDag(opset="1", inputs=(), params=(), buffers=(), consts=(), values=(), nodes=(), loss=0)
+DAG = capture(torch.nn.Linear(2, 1), (torch.ones(2, 2),), loss=lambda output, batch: output.sum()).opdag
 
 
 def newer(**changes: object) -> SessionCert:

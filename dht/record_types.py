@@ -46,7 +46,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 
 class PeerRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="peer"):
     """What a peer offers and does now. `hours` is local time, "22:00-07:00", "" for always. `place`: roughly where it
-    is, in its owner's words, if they chose to say. `relay_mbps`: what it carries for peers that cannot be dialled."""
+    is, in its owner's words, if they chose to say. `relay_mbps`: what it carries for peers that cannot be dialled.
+    `disk_bytes`: what it keeps for others, all its devices together; 0 is no cap."""
 
     peer: PeerText
     version: Name
@@ -62,6 +63,7 @@ class PeerRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     reach: Literal["", "direct", "relay", "none"] = ""  # how others reach it, as another peer tried; "" unknown
     place: Annotated[str, Meta(max_length=32)] = ""
     relay_mbps: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    disk_bytes: Size = 0
 
 
 class RunRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="run"):

@@ -322,8 +322,9 @@ class Daemon:
         self._told |= set(where)
         relay = self._options.relay_bytes_per_s if self._reach == "direct" else None
         return peer_record(
-            self._volunteer, self._state(), where, self._reach, self._options.place, relay_mbps=(relay or 0) * 8 / 1e6
-        )
+            self._volunteer, self._state(), where, self._reach, self._options.place,
+            relay_mbps=(relay or 0) * 8 / 1e6, disk_bytes=self._options.disk_bytes or 0,
+        )  # fmt: skip
 
     def _publish(self, board: Board) -> None:
         record = self._record()

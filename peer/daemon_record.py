@@ -19,6 +19,7 @@ def peer_record(
     place: str,
     *,
     relay_mbps: float,
+    disk_bytes: int,
 ) -> records.PeerRecord:
     """As it is published now."""
     found = []
@@ -37,7 +38,7 @@ def peer_record(
     return records.PeerRecord(
         peer=volunteer.peer_id, version=_version(), devices=tuple(found), addresses=addresses,
         hours=volunteer.policy.hours, state=state, work=work, reach=reach, place=place,
-        relay_mbps=_rounded(relay_mbps),
+        relay_mbps=_rounded(relay_mbps), disk_bytes=disk_bytes,
     )  # fmt: skip
 
 

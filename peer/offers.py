@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,9 +19,10 @@ ASSUMED_BYTES_PER_S, ASSUMED_LATENCY_S = 10e6 / 8, 0.02  # of a link nobody meas
 class DeviceOffer:
     """One device of one peer, as its signed record says.
 
-    `machine`: peers of one non-empty label share a machine, so that no network lies between them. `correction`:
-    measured over predicted stage seconds. `confirmed`: a stage's trial step was timed on it. `shape`: of the run's
-    atoms, as the device timed its operators itself; it says how its time divides, not how fast it is.
+    `disk_bytes`: its part of the peer's disk, for outboxes and others' sets. `machine`: peers of one non-empty label
+    share a machine, so that no network lies between them. `correction`: measured over predicted stage seconds.
+    `confirmed`: a stage's trial step was timed on it. `shape`: of the run's atoms, as the device timed its operators
+    itself; it says how its time divides, not how fast it is.
     """
 
     peer: str
@@ -28,6 +30,7 @@ class DeviceOffer:
     flops_per_s: float
     memory_bytes: int
     memory_bytes_per_s: float = 1e12
+    disk_bytes: float = math.inf
     machine: str = ""
     correction: float = 1.0
     confirmed: bool = False
@@ -124,6 +127,7 @@ def _device(o: DeviceOffer, canary: bool) -> Device:
         flops_per_s=o.flops_per_s,
         memory_bytes_per_s=o.memory_bytes_per_s,
         memory_bytes=float(o.memory_bytes),
+        disk_bytes=o.disk_bytes,
         node=o.machine or o.peer,
         correction=o.correction,
         confirmed=o.confirmed or canary,

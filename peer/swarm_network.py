@@ -6,6 +6,7 @@ offer, which both directions share; its latency is the sum of both legs. Without
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from dht.linkbook import LinkBook
@@ -95,6 +96,7 @@ def offers_of(record: PeerRecord) -> list[DeviceOffer]:
                 flops_per_s=d.flops_per_s,
                 memory_bytes=d.free_bytes,
                 memory_bytes_per_s=d.memory_bytes_per_s,
+                disk_bytes=record.disk_bytes / len(record.devices) if record.disk_bytes else math.inf,
                 machine=_machine(record),
             )
             offers.append(offer)

@@ -83,7 +83,7 @@ def buddies(net: Network, hosts: Sequence[int], sets: Sequence[float]) -> tuple[
     `sets`: bytes of one set of each stage; a host's disk holds as many of its own. Spares count double and a device
     already named counts less, so that sets spread and survive neighbours. -1 where there is none.
     """
-    disk = [d.disk_bytes for d in net.devices]
+    disk = [(1.0 - SPILL_SHARE) * d.disk_bytes for d in net.devices]
     for host, size in zip(hosts, sets, strict=True):
         disk[host] -= SETS_HELD * size
     load = [0] * len(net)

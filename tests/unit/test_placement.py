@@ -381,6 +381,8 @@ def test_the_planner_names_buddies_by_link_and_marks_no_oftener_than_sets_can_be
     assert hosts == {"peer0", "peer1"}
     # peer0 reaches peer1 ten times faster than spare peer3; peer1 likewise peer0
     assert {p.peer: p.buddies for p in plan.placement} == {"peer0": ("peer1",), "peer1": ("peer0",)}
+    little = [replace(o, disk_bytes=1e6) if o.peer == "peer1" else o for o in peers]
+    assert make_plan(model, little, request).host(0).buddies == ("peer3",)  # what peer1 gives does not hold three sets
     slow = make_plan(model, peers, replace(request, links=far_apart((0, 1, 1e5), (0, 2, 1e4), (1, 2, 1e4))))
     assert plan.mark_interval == 1
     assert slow.mark_interval > 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 
@@ -31,6 +33,9 @@ def test_each_measured_device_is_an_offer() -> None:
     _, (record,) = peers(1, devices=(CPU, UNMEASURED, CUDA))
     found = offers_of(record)
     assert [(o.device, o.memory_bytes, o.machine) for o in found] == [("cpu", 4 << 30, ""), ("cuda:1", 6 << 30, "")]
+    assert all(o.disk_bytes == math.inf for o in found)
+    _, (capped,) = peers(1, devices=(CPU, CUDA), disk_bytes=6 << 30)
+    assert [o.disk_bytes for o in offers_of(capped)] == [3 << 30, 3 << 30]  # they share it
     for state in ("left", "paused"):
         assert offers_of(peers(1, state=state)[1][0]) == []
 

@@ -139,6 +139,7 @@ def measure(
     table: OpTable,
     *,
     clock: Clock,
+    timer: Clock | None = None,
     repeats: int = 5,
     budget_s: float = 60.0,
     most_bytes: float = math.inf,
@@ -146,7 +147,8 @@ def measure(
     """Time every signature of the model's training pass that `table` lacks; `table` is filled in place and returned.
 
     Inputs are made up in the declared shapes; integers within their range. What is left when `budget_s` is over, or
-    would take more than `most_bytes` of memory, keeps the prior. FusionError if an operator fails on its shapes.
+    would take more than `most_bytes` of memory, keeps the prior. `timer` times the calls, by default `clock`, which
+    bounds the whole. FusionError if an operator fails on its shapes.
     """
     flow = analyse(dag)
     device = torch.device(table.device)
@@ -156,7 +158,7 @@ def measure(
         if clock() < end and _bytes(dag, node, batch) <= most_bytes:
             while len(table.times) >= MAX_ENTRIES:
                 del table.times[next(iter(table.times))]
-            table.times[key] = _time(node, made, clock, repeats)
+            table.times[key] = _time(node, made, timer or clock, repeats)
     return table
 
 

@@ -38,13 +38,17 @@ def shape_of(
 ) -> AtomTimes | None:
     """Seconds of each atom on this device, for one micro-batch of `batch` samples.
 
+    Of the thread's own CPU time where one thread computes: a CPU quota lets short calls through whole and stops long
+    ones, which would tell other proportions than a stage's.
+
     None while some operator is not timed: `budget_s` ended, or it takes more than `most_bytes`. What was timed is kept,
     and never timed again.
     """
     table = load_table(folder, device, device_name(torch.device(device)))
     before = dict(table.times)
+    timer = time.thread_time if device == "cpu" and torch.get_num_threads() == 1 else clock
     try:
-        measure(dag, batch, table, clock=clock, repeats=3, budget_s=budget_s, most_bytes=most_bytes)
+        measure(dag, batch, table, clock=clock, timer=timer, repeats=3, budget_s=budget_s, most_bytes=most_bytes)
     except FusionError as error:
         log.info("operators are not timed: %s", error)
     try:

@@ -44,6 +44,14 @@ def test_each_signature_is_timed_once() -> None:
     assert all(t.forward_s > 0 for t in table.times.values())
 
 
+def test_a_timer_of_its_own_times_the_calls_and_the_clock_bounds_the_whole() -> None:
+    """As the thread's CPU time, which a quota does not stretch."""
+    dag = gpt2().captured.opdag
+    table = measure(dag, 2, empty(), clock=lambda: 0.0, timer=map(float, count(0, 7)).__next__, repeats=1)
+    assert table.times and {t.forward_s for t in table.times.values()} == {7.0}
+    assert not measure(dag, 2, empty(), clock=Ticks(), timer=lambda: 0.0, budget_s=0.0).times
+
+
 def test_times_sum_over_atoms_and_unknown_calls_take_the_prior() -> None:
     dag = gpt2().captured.opdag
     table = measure(dag, 2, empty(), clock=Ticks(), repeats=1)

@@ -39,7 +39,7 @@ def test_a_second_offer_times_nothing_again_and_a_short_one_goes_on(tmp_path: Pa
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(estimator, "_time", counted)
-        assert shape_of(dag, 2, tmp_path, 0.03, clock=Ticks()) is None  # time for a few only
+        assert shape_of(dag, 2, tmp_path, 0.005, clock=Ticks()) is None  # time for a few only
         first = len(calls)
         whole = shape_of(dag, 2, tmp_path, 1e9, clock=Ticks())
         assert 0 < first < len(calls) and whole is not None and len(whole.forward_s) == len(atoms(dag, 2))

@@ -17,7 +17,8 @@ from dht import cli_monitor
 from peer import cli_peer, cli_peer_options, cli_run
 
 ROOT = Path(__file__).parents[2]
-PAGES = [p for p in ROOT.rglob("*.md") if not {".venv", "node_modules", ".git", "runs"} & set(p.parts)]
+ROOMS = ("dht", "examples", "fusion_p2p", "peer", "tests")
+PAGES = [ROOT / "README.md", *sorted(page for room in ROOMS for page in (ROOT / room).rglob("*.md"))]
 PARSERS = {"fusion-peer": cli_peer_options.parser, "fusion-monitor": cli_monitor.parser}
 
 

@@ -14,3 +14,8 @@ def under_way_bytes(memory_bytes: int) -> int:
 def log_bytes(memory_bytes: int) -> int:
     """Most that a logged outbox keeps in memory for a replay. Plans count by the memory on offer."""
     return max(64 << 20, memory_bytes // 16)
+
+
+def disk_shares(disk_bytes: float) -> tuple[float, float]:
+    """(for sets, a device's own and those of others; for outboxes) of a disk, or of what --disk gives of it."""
+    return (1.0 - SPILL_SHARE) * disk_bytes, SPILL_SHARE * disk_bytes

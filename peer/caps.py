@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from fusion_p2p.outboxes import SPILL_SHARE
+from fusion_p2p.outboxes import disk_shares
 
 PAYLOAD = 0.95  # of a cap; the rest is the transport's own envelope, the board and control streams
 BLOB_SHARE = 0.25  # of a cap, for snapshots
@@ -113,9 +113,9 @@ def over_disk(folder: Path, cap_bytes: int | None) -> str:
 
 def blob_bytes(cap_bytes: int | None) -> int | None:
     """How much of --disk snapshots may take."""
-    return None if cap_bytes is None else int((1 - SPILL_SHARE) * cap_bytes)
+    return None if cap_bytes is None else int(disk_shares(cap_bytes)[0])
 
 
 def spill_bytes(folder: Path, cap_bytes: int | None) -> int:
     """How much of the disk outboxes may take when memory is short: a part of --disk, or of what is free now."""
-    return int(SPILL_SHARE * (shutil.disk_usage(folder).free if cap_bytes is None else cap_bytes))
+    return int(disk_shares(shutil.disk_usage(folder).free if cap_bytes is None else cap_bytes)[1])

@@ -49,6 +49,7 @@ from peer.executor_protocol import (
 )
 from peer.link_ends import LinkEvent
 from peer.links import Links
+from peer.plain import reason
 from peer.protocol import (
     Accepted,
     BlobRef,
@@ -308,8 +309,7 @@ class Executor:
         try:
             blob, size = await asyncio.to_thread(lambda: self._store.put(chunks(snapshot)))
         except (OSError, BlobError) as error:
-            why = getattr(error, "strerror", None) or error
-            return self._fault(hosted, "mark", f"its snapshot at tick {mark.tick} cannot be written: {why}")
+            return self._fault(hosted, "mark", f"its snapshot at tick {mark.tick} cannot be written: {reason(error)}")
         ref = BlobRef(blob, size, (self._transport.peer_id,))
         incarnation = hosted.links.me.incarnation if hosted.links is not None else 0
         await self._say(Snapshotted(run=mark.run, stage=mark.stage, incarnation=incarnation, tick=mark.tick, state=ref))

@@ -69,10 +69,12 @@ class Trainer:
     ) -> None:
         self._tasks = SessionTasks(self._fail)
         self.spawn = self._tasks.spawn
+        pieces = atoms(dag, options.numerics.micro_batch_size)
         assembly = Assembly(
             transport,
             session,
             dag,
+            atoms=len(pieces),
             spawn=self.spawn,
             on_lost=lambda peer, reason: self._live.gone(peer, reason),
             on_offer=lambda peers: self._live.offering(peers),
@@ -87,7 +89,7 @@ class Trainer:
             session=session,
             folder=folder,
             dag=dag,
-            atoms=atoms(dag, options.numerics.micro_batch_size),
+            atoms=pieces,
             options=options,
             sink=sink,
             assembly=assembly,

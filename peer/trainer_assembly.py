@@ -19,13 +19,12 @@ import msgspec
 from dht.errors import DhtError
 from dht.transport import Transport
 from fusion_p2p.errors import InputError
-from fusion_p2p.flow import analyse
 from fusion_p2p.frame import TRAINER
 from fusion_p2p.ir import OpDag
 from fusion_p2p.plan import Plan, StagePlacement
 from fusion_p2p.planner import AtomTimes
 from fusion_p2p.suspicion import Watched
-from fusion_p2p.workload import Atom, atom_bounds
+from fusion_p2p.workload import Atom
 from peer.channel_io import ChannelSettings
 from peer.errors import RefusedError
 from peer.offers import DeviceOffer, shape_of_atoms
@@ -68,7 +67,7 @@ class Refusal:
 
 class Assembly:
     """`on_lost(peer, reason)` is called once per volunteer that had a stage and is gone, `on_offer(peers)` before they
-    are asked to take one."""
+    are asked to take one. `atoms`: how many the model has."""
 
     def __init__(
         self,
@@ -76,6 +75,7 @@ class Assembly:
         session: Session,
         dag: OpDag,
         *,
+        atoms: int,
         spawn: Spawn,
         on_lost: Lost,
         on_offer: Callable[[Collection[str]], None],
@@ -87,7 +87,7 @@ class Assembly:
         self._own_addresses = own_addresses  # where volunteers reach the trainer
         self._transport, self._session, self._channels = transport, session, channels
         self._opdag, self._opdag_hash = dag.to_bytes(), dag.hash
-        self._atoms = len(atom_bounds(dag, analyse(dag))) - 1
+        self._atoms = atoms
         self._spawn, self._on_lost, self._on_fault, self._on_status = spawn, on_lost, on_fault, on_status
         self._on_offer = on_offer
         self._credentials = Credentials(session, transport.peer_id, dag.hash)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fusion_p2p.outboxes import SPILL_SHARE, log_bytes
+from fusion_p2p.outboxes import disk_shares, log_bytes
 from fusion_p2p.planner.costs import Chain, Costs, Score
 from fusion_p2p.planner.network import Network
 
@@ -83,7 +83,7 @@ def buddies(net: Network, hosts: Sequence[int], sets: Sequence[float]) -> tuple[
     `sets`: bytes of one set of each stage; a host's disk holds as many of its own. Spares count double and a device
     already named counts less, so that sets spread and survive neighbours. -1 where there is none.
     """
-    disk = [(1.0 - SPILL_SHARE) * d.disk_bytes for d in net.devices]
+    disk = [disk_shares(d.disk_bytes)[0] for d in net.devices]
     for host, size in zip(hosts, sets, strict=True):
         disk[host] -= SETS_HELD * size
     load = [0] * len(net)
@@ -117,7 +117,7 @@ def _logged(costs: Costs, chain: Chain, interval: int) -> tuple[tuple[bool, ...]
     for host, need in zip(chain.hosts, costs.stage_bytes(chain.bounds(costs.w.atoms)).tolist(), strict=True):
         left[host] -= need
     devices = [costs.net.devices[h] for h in chain.hosts]
-    disk = [min(d.disk_bytes, MOST_DISK_BYTES) * SPILL_SHARE for d in devices]
+    disk = [disk_shares(min(d.disk_bytes, MOST_DISK_BYTES))[1] for d in devices]
     room = [
         max(0.0, min(left[h], 2.0 * log_bytes(int(d.memory_bytes)))) + on_disk
         for h, d, on_disk in zip(chain.hosts, devices, disk, strict=True)

@@ -93,6 +93,7 @@ def test_a_greeting_and_an_offer_share_one_stream() -> None:
             network.transport("t"),
             Session(signed_spec=SIGNED_SPEC, spec=SPEC, owner_key=OWNER, epoch=EPOCH, clock=lambda: 0.0),
             DAG,
+            atoms=1,
             spawn=lambda work: tasks.add(asyncio.ensure_future(work)),
             on_lost=lambda *_: None,
             on_offer=lambda peers: None,

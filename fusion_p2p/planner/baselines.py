@@ -13,7 +13,7 @@ import numpy as np
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.planner.costs import Chain, Costs, Score
-from fusion_p2p.planner.dp import Ints
+from fusion_p2p.planner.dp_tables import Ints
 from fusion_p2p.planner.fences import louvain
 from fusion_p2p.planner.ladder import DENSE, top_k
 from fusion_p2p.planner.workload import Floats

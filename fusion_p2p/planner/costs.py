@@ -19,7 +19,7 @@ from fusion_p2p.planner.network import MEMORY_SHARE, Network
 from fusion_p2p.planner.workload import Floats, Workload
 
 if TYPE_CHECKING:
-    from fusion_p2p.planner.dp import Memory
+    from fusion_p2p.planner.dp_tables import Memory
 
 INF = float("inf")
 Ints = npt.NDArray[np.int64]

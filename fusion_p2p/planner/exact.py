@@ -10,7 +10,7 @@ import numpy as np
 
 from fusion_p2p.planner import dp
 from fusion_p2p.planner.costs import INF, Chain, Costs, Score
-from fusion_p2p.planner.dp import Ints, Tables
+from fusion_p2p.planner.dp_tables import SLACK, Ints, Tables, build
 from fusion_p2p.planner.workload import Floats
 
 MOST_DEVICES = 7  # 7 * 2^6 states of a subset and its last device
@@ -82,7 +82,7 @@ class _Level:
 def _solve(costs: Costs, devices: Sequence[int], at: Ints, thresholds: Floats) -> tuple[Floats, list[Solution | None]]:
     """Held-Karp over subsets with cuts: F[subset][last][q] as in dp.py, every subset of a size in one call; where
     weights are tied, once for each device that may hold the first stage."""
-    t = dp.build(costs, thresholds, at, np.arange(len(costs.net)))  # every device its own group
+    t = build(costs, thresholds, at, np.arange(len(costs.net)))  # every device its own group
     starts: list[int | None] = list(range(len(devices))) if t.paid_s is not None else [None]
     best = np.full(len(thresholds), INF)
     chains: list[Solution | None] = [None] * len(thresholds)
@@ -161,7 +161,7 @@ def _order(
     level, s, e = end
     q, ko = len(t.at) - 1, 0
     out = [devices[e]]
-    limit = float(t.thresholds[j]) * dp.SLACK * (1 + 1e-12)
+    limit = float(t.thresholds[j]) * SLACK * (1 + 1e-12)
     while level > 0:
         before, rest = levels[level - 1], s & ~(1 << e)
         dev = devices[e]

@@ -12,7 +12,7 @@ from fusion_p2p.errors import InputError
 from fusion_p2p.planner import bound, dp, exact, orders, rings
 from fusion_p2p.planner.bound import Component
 from fusion_p2p.planner.costs import INF, Chain, Costs, Score
-from fusion_p2p.planner.dp import Ints
+from fusion_p2p.planner.dp_tables import Ints, build, groups_of
 from fusion_p2p.planner.fences import Fences, find_fences
 from fusion_p2p.planner.workload import Floats
 
@@ -136,7 +136,7 @@ class Search:
         devices = range(len(costs.net))
         if self.skip and len(devices) <= exact.MOST_DEVICES:
             return self._small()
-        self.group = dp.groups_of(costs)
+        self.group = groups_of(costs)
         trip, _ = bound.cheapest_hop(costs)
         candidates = orders.candidate_orders(self.fences, trip, costs.work_s[:, -1])
         if not self.skip:  # both ends of the model lie on given devices: the direction matters
@@ -229,7 +229,7 @@ class Search:
             return []
         every, of = np.unique(grid[i, j], return_inverse=True)
         asked = {d for order in candidates for d in order}
-        t = dp.build(costs, every, at, self.group, relaxed=relaxed, devices=asked)
+        t = build(costs, every, at, self.group, relaxed=relaxed, devices=asked)
         first = np.array(starts)[i] if starts and starts[0] is not None else None
         f = dp.sweep(t, np.array(candidates)[i], of, skip=self.skip, starts=first)
         value = np.full(grid.shape, INF)

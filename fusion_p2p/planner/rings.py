@@ -11,7 +11,7 @@ from itertools import combinations, permutations
 import numpy as np
 
 from fusion_p2p.planner.costs import Chain, Costs
-from fusion_p2p.planner.dp import Ints
+from fusion_p2p.planner.dp_tables import Ints
 
 Where = tuple[tuple[int, ...], tuple[int, ...]]  # hosts, cuts
 PLACES = 10  # positions tried for a cut

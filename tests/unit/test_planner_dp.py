@@ -22,6 +22,7 @@ from fusion_p2p.planner import (
 )
 from fusion_p2p.planner.bound import lower_bound_s
 from fusion_p2p.planner.costs import Chain, Costs
+from fusion_p2p.planner.dp_tables import build
 
 LADDERS = {"dense": Ladder((DENSE,)), "uniform": uniform_top_k(100.0), "adaptive": top_k_ladder()}
 
@@ -74,7 +75,7 @@ def test_sweep_equals_reference(seed: int, ladder: str, scale: float, skip: bool
     costs = random_problem(seed, 4, 7, ladder)
     order = tuple(int(x) for x in np.random.default_rng(seed).permutation(4))
     threshold = scale * float(costs.work_s[:, -1].min())
-    t = dp.build(costs, np.array([threshold]))
+    t = build(costs, np.array([threshold]))
     found = dp.sweep(t, np.array([order]), np.array([0]), skip=skip)
     expected = dp_reference.least_round_trip(costs, order, threshold, skip=skip)
     assert found.round_trip_s[0] == pytest.approx(expected, rel=1e-9)

@@ -25,6 +25,7 @@ STREAM_LIMIT_BYTES = (
 )  # StreamReader's and the writer's high-water mark: a stalled reader holds at most twice this
 SOCKET_BUFFER_BYTES = 1 << 20  # the default of 208 KiB halves the rate of 10 MB frames
 MAX_REPLY_BYTES = 1 << 20
+ANSWER_S = 20.0  # p2pd answers in a millisecond; its end is seen at once, and `watch` notices if it hangs
 _UNIX = bytes.fromhex("9003")  # multicodec of /unix as a varint
 
 
@@ -116,7 +117,7 @@ class ControlClient:
         writer.close()
         return response
 
-    async def identify(self, *, timeout_s: float = 5.0) -> tuple[str, tuple[str, ...]]:
+    async def identify(self, *, timeout_s: float = ANSWER_S) -> tuple[str, tuple[str, ...]]:
         """(peer id, the addresses it listens at and those others report seeing)."""
         async with self._errors("asking p2pd for its identity", timeout_s):
             response = await self._call(pb().Request(type=pb().Request.IDENTIFY))
@@ -133,7 +134,7 @@ class ControlClient:
             response = await self._call(request)
         _raise_if_failed(response, what, peer_id)
 
-    async def list_peers(self, *, timeout_s: float = 5.0) -> dict[str, tuple[str, ...]]:
+    async def list_peers(self, *, timeout_s: float = ANSWER_S) -> dict[str, tuple[str, ...]]:
         """Connected peers and the addresses of their connections. Peers without an Ed25519 id are left out."""
         async with self._errors("listing connected peers", timeout_s):
             response = await self._call(pb().Request(type=pb().Request.LIST_PEERS))
@@ -146,7 +147,7 @@ class ControlClient:
                 continue
         return found
 
-    async def disconnect(self, peer_id: str, *, timeout_s: float = 5.0) -> None:
+    async def disconnect(self, peer_id: str, *, timeout_s: float = ANSWER_S) -> None:
         request = pb().Request(type=pb().Request.DISCONNECT)
         request.disconnect.peer = peer_id_bytes(peer_id)
         async with self._errors(f"disconnecting from peer {peer_id}", timeout_s):
@@ -193,7 +194,7 @@ class ControlClient:
             response = await self._call(request)
         _raise_if_failed(response, f"ending service of {protocol}")
 
-    async def hold(self, *, timeout_s: float = 5.0) -> asyncio.StreamWriter:
+    async def hold(self, *, timeout_s: float = ANSWER_S) -> asyncio.StreamWriter:
         """A persistent connection that is not used; p2pd lives on while at least one is open."""
         async with self._errors("holding p2pd", timeout_s):
             response, _, writer = await self._request(pb().Request(type=pb().Request.PERSISTENT_CONN_UPGRADE))

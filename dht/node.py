@@ -36,6 +36,7 @@ from dht.validator import make_validator
 log = logging.getLogger("dht.node")
 
 STORE_TIMEOUT_S = 15.0
+START_S = 60.0  # a peer that is not there costs a few seconds; the rest is for a machine that is very busy
 _RPC_S = 3.0  # a silent node costs this much per look-up
 AROUND_S = 360.0  # hivemind's own `refresh_timeout` does nothing, so a random id is looked up this often
 _CLOCK_S = 300.0
@@ -76,7 +77,7 @@ class Board(BoardReads):
 
     @classmethod
     async def start(
-        cls, transport: P2PTransport, *, client_only: bool = False, alone: bool = False, timeout_s: float = 15.0
+        cls, transport: P2PTransport, *, client_only: bool = False, alone: bool = False, timeout_s: float = START_S
     ) -> Board:
         """Joins the board of the swarm that `transport` is connected to; alone if it has no bootstrap address, or if
         `alone` says that it may begin without the peers there.
@@ -85,6 +86,7 @@ class Board(BoardReads):
         and none of their peers answers on the board, TransportError if p2pd does not.
         """
         board = cls(transport, client_only=client_only, clock=swarm_clock)
+        node_parts()  # loaded before the clock runs: seconds where many processes start at once
         try:
             async with asyncio.timeout(timeout_s):
                 await board._attach(None)

@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 
 from dht import addresses
-from dht.control import ControlClient, socket_path
+from dht.control import ANSWER_S, ControlClient, socket_path
 from dht.door import KEY_BYTES, Door, env_swarm_key, read_bans
 from dht.errors import InputError
 from dht.identity import load_or_create
@@ -91,7 +91,7 @@ async def start(
     return transport
 
 
-async def attach(control_address: str, *, timeout_s: float = 10.0) -> P2PTransport:
+async def attach(control_address: str, *, timeout_s: float = ANSWER_S) -> P2PTransport:
     """A transport over the p2pd that another process of this host owns. Raises InputError, TransportError."""
     client = ControlClient(socket_path(control_address))
     peer_id, _ = await client.identify(timeout_s=timeout_s)

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from dht import addresses
 from dht._hivemind import pb
-from dht.control import SOCKET_BUFFER_BYTES, STREAM_LIMIT_BYTES, ControlClient, read_message
+from dht.control import ANSWER_S, SOCKET_BUFFER_BYTES, STREAM_LIMIT_BYTES, ControlClient, read_message
 from dht.door import TOKEN_BYTES, Door
 from dht.errors import DhtError, P2pdGone, PeerUnreachable, SwarmUnreachable, TransportError
 from dht.identity import Identity, peer_id_text
@@ -111,12 +111,12 @@ class P2PTransport:
         """`callback` runs after each time p2pd came back and the handlers are registered again."""
         self._restart_callbacks.append(callback)
 
-    async def addresses(self, *, timeout_s: float = 5.0) -> tuple[str, ...]:
+    async def addresses(self, *, timeout_s: float = ANSWER_S) -> tuple[str, ...]:
         """This peer's own addresses, each ending in /p2p/PEER: what others paste to join."""
         _, found = await self.client.identify(timeout_s=timeout_s)
         return tuple(f"{a}/p2p/{self._peer_id}" for a in found)
 
-    async def connected(self, *, timeout_s: float = 5.0) -> dict[str, tuple[str, ...]]:
+    async def connected(self, *, timeout_s: float = ANSWER_S) -> dict[str, tuple[str, ...]]:
         """Peers with a live connection now, with the addresses of it."""
         return await self.client.list_peers(timeout_s=timeout_s)
 
@@ -187,7 +187,7 @@ class P2PTransport:
     async def stop_serving(self, protocol: str) -> None:
         """Incoming streams of `protocol` are refused from now on; running ones go on."""
         if self._handlers.pop(protocol, None) is not None:
-            await self.client.stop_serving(protocol, self._listener, timeout_s=5.0)
+            await self.client.stop_serving(protocol, self._listener, timeout_s=ANSWER_S)
 
     async def join(self, *, timeout_s: float = 10.0) -> tuple[str, ...]:
         """Connects to the bootstrap addresses at once; the peers that answered. SwarmUnreachable if none did.
@@ -255,6 +255,8 @@ class P2PTransport:
             async with asyncio.timeout(timeout_s + 0.5):  # the inner call names its own deadline first
                 yield
         except TimeoutError as error:
+            if self._up.is_set():  # this process had no turn for so long that both deadlines are over
+                raise PeerUnreachable(f"{what}: no answer in {timeout_s:g} s") from error
             raise TransportError(f"{what}: p2pd is not back after {timeout_s:g} s") from error
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -363,9 +365,9 @@ class P2PTransport:
             await self._daemon.stop()
             self._daemon = await P2pd.start(self._config, self._folder)
         else:
-            await self.client.identify(timeout_s=5.0)
+            await self.client.identify()
         for protocol in list(self._handlers):
-            await self.client.serve(protocol, self._listener, timeout_s=5.0)
+            await self.client.serve(protocol, self._listener, timeout_s=_SERVE_S)
         if self._daemon is not None and self.bootstrap:
             with contextlib.suppress(SwarmUnreachable):
                 self._up.set()

@@ -192,7 +192,7 @@ class P2pd:
         while not self._drain.done():
             with contextlib.suppress(TransportError):
                 # p2pd ends when its last persistent connection (a board's) closes: this one stays.
-                self._hold = await self.client.hold(timeout_s=5.0)
+                self._hold = await self.client.hold()
                 return
             await asyncio.sleep(delay_s)
             delay_s = min(0.1, delay_s * 1.5)

@@ -17,7 +17,7 @@ import msgspec
 from peer.errors import ControlError
 
 MAX_LINE = 1 << 20
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0  # the end of a daemon is seen at once; one on a busy machine answers late
 
 
 class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,7 +21,8 @@ from fusion_p2p.errors import InputError
 
 SOCKET, LOCK, SESSION_LOCK = "control.sock", "trainer.lock", "session.lock"
 _MAX_LINE = 4096
-_TIMEOUT_S = 5.0
+_ANSWER_S = 30.0  # the end of a trainer is seen at once; one on a busy machine answers late
+_END_S = 5.0
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -93,7 +94,7 @@ class ControlServer:
         (self._folder / SOCKET).unlink(missing_ok=True)
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accept below
         self._listener.close()
-        self._thread.join(_TIMEOUT_S)
+        self._thread.join(_END_S)
 
     def _serve(self) -> None:
         while True:
@@ -102,7 +103,7 @@ class ControlServer:
             except OSError:
                 return
             with connection, contextlib.suppress(OSError, msgspec.MsgspecError):
-                connection.settimeout(_TIMEOUT_S)
+                connection.settimeout(_ANSWER_S)
                 request = msgspec.json.decode(_read_line(connection), type=Request)
                 if request.command != "status":
                     self._on_request(request.command)
@@ -115,7 +116,7 @@ def ask(folder: Path, command: Literal["status", "pause", "stop"]) -> Answer:
         raise InputError(f"no trainer works on {folder}; continue it with: fusion-run resume {folder}")
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s, _short(folder) as name:
-            s.settimeout(_TIMEOUT_S)
+            s.settimeout(_ANSWER_S)
             s.connect(name)
             s.sendall(msgspec.json.encode(Request(command)) + b"\n")
             return msgspec.json.decode(_read_line(s), type=Answer)

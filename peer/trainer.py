@@ -187,7 +187,7 @@ class Trainer:
         live, plan = self._live, found.plan
         live.step = newest.step
         await asyncio.to_thread(self._first_numerics, newest)
-        offers = await live.swarm.offers()
+        offers = await live.swarm.offers(live.options.gather_s)
         live.links = await live.swarm.links()
         live.ladder = await ladder_of_run(live, offers, pinned=True)
         live.early |= {plan.host(stage).peer: why for stage, why in found.missing.items()}

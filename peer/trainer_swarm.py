@@ -32,14 +32,24 @@ class Swarm:
         self._fence_of: dict[str, str] = {}
         self._views: dict[str, FenceView] = {}
 
-    async def offers(self) -> list[DeviceOffer]:
+    async def offers(self, patience_s: float = 0.0) -> list[DeviceOffer]:
         """Every measured device of every peer that may be asked, by peer id; remembered in `known`.
 
-        After a death this may take seconds: the dead node is asked too.
+        After a death this may take seconds: the dead node is asked too. DhtError if the board does not answer and is
+        not to be asked again, within `patience_s`.
         """
-        self.known = [o for record in await self._present() for o in offers_of(record)]
-        self._views = {view.id: view for view in await self._board.fences()}
-        return self.known
+        now = asyncio.get_running_loop().time
+        until = now() + patience_s
+        while True:
+            try:
+                self.known = [o for record in await self._present() for o in offers_of(record)]
+                self._views = {view.id: view for view in await self._board.fences()}
+                return self.known
+            except DhtError as error:
+                if now() >= until:
+                    raise
+                log.info("the board is asked again: %s", error)
+            await asyncio.sleep(_LOOK_S)
 
     def nominees(self, lost: frozenset[str]) -> list[str]:
         """Whom the leaders of the lost peers' fences propose, as read last: by name, then their other spares."""
@@ -66,7 +76,12 @@ class Swarm:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    present = await self._present()
+                    try:
+                        present = await self._present()
+                    except DhtError as error:  # of a busy machine, say; it is waited for as volunteers are
+                        log.info("the board is asked again: %s", error)
+                        await asyncio.sleep(_LOOK_S)
+                        continue
                     ready = {r.peer: offers for r in present if (offers := offers_of(r))}
                     if len(ready) != count:
                         count = len(ready)

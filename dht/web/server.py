@@ -42,6 +42,7 @@ log = logging.getLogger("dht.web")
 STATIC = Path(__file__).parent / "static"
 MAX_STREAMS = 64
 PING_S = 15.0
+LINKS_S = 20.0  # for the board to say what a peer measured
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -182,7 +183,8 @@ class Pages:
             return _json(Problem(f"peer {name[:64]} is not in the picture"), 404)
         events = await asyncio.to_thread(lambda: self._hub.history.events(peer=name))
         board = await asyncio.to_thread(self._hub.history.leaderboard, 10000)
-        links = [r for r in await self._hub.board.links(fence=known.fence or NO_FENCE, timeout_s=5.0) if r.peer == name]
+        measured = await self._hub.board.links(fence=known.fence or NO_FENCE, timeout_s=LINKS_S)
+        links = [r for r in measured if r.peer == name]
         return _json(
             PeerPage(
                 peer=name,

@@ -30,7 +30,7 @@ from peer.errors import PeerError
 from peer.interrupts import KILL_AFTER_S, bound_command, undisturbed
 from peer.offers import SwarmLinks
 
-READY_TIMEOUT_S = 180.0  # its end is noticed at once; a machine that is busy starts it slowly
+READY_TIMEOUT_S = 300.0  # its end is noticed at once; a machine that is busy starts it slowly
 MAX_READY_BYTES = 4096
 
 _running: set[subprocess.Popen[bytes]] = set()
@@ -222,7 +222,7 @@ class LocalSwarm:
     loopback = True  # it is reached on 127.0.0.1 only
     every_device = True  # each volunteer gets a stage
     ready_s = READY_TIMEOUT_S  # for all volunteers to join
-    gather_s = 180.0  # for all volunteers to have measured their devices
+    gather_s = 300.0  # for all volunteers to have measured their devices
 
     @property
     def links(self) -> SwarmLinks | None:

@@ -22,8 +22,8 @@ from peer.lab.local_swarm import READY_TIMEOUT_S, Volunteer
 
 STAY = 2  # volunteers that never leave; the swarm's addresses
 PAIR = 2  # that come together, and go
-GOES_S = 120.0  # for a volunteer that says goodbye; long, for the machine may be busy
-GREETED_S = 120.0  # for a volunteer that came to be known to the trainer
+GOES_S = 240.0  # for a volunteer that says goodbye; long, for the machine may be busy
+GREETED_S = 300.0  # for a volunteer that came to be known to the trainer
 POOL_THREADS = 6  # of a process's own pool, made as they are first needed
 FILES = 12  # snapshots that a buddy has not fetched or not let go yet
 WARM_UP_SETS = 3  # before two are kept everywhere
@@ -153,8 +153,18 @@ def _behind(gone: Sequence[_Gone], addresses: Sequence[str]) -> Iterator[str]:
 
 
 def _board(addresses: Sequence[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "dht.cli_monitor", "status", "--json", "--swarm", ",".join(addresses)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "dht.cli_monitor",
+        "status",
+        "--json",
+        "--timeout",
+        "200",
+        "--swarm",
+        ",".join(addresses),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240.0, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

@@ -31,7 +31,7 @@ class End:
     left: list[psutil.Process]
 
 
-def interrupt(place: Path, phase: str, *, frozen: bool = False, timeout_s: float = 120.0) -> End:
+def interrupt(place: Path, phase: str, *, frozen: bool = False, timeout_s: float = 240.0) -> End:
     """`frozen`: its volunteers do not answer any more when the signal comes."""
     small_run(place)
     with start(place, "train", "run.toml", "--local", "2", "--steps", "100000") as trainer:

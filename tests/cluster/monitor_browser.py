@@ -6,11 +6,14 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+PATIENT_S = 240.0
+TRIES = 3
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -29,7 +32,7 @@ def need_browser() -> None:
 
 
 @contextlib.contextmanager
-def browser(width: int = 1400, height: int = 900, *, dark: bool = False) -> Iterator[object]:
+def browser(width: int = 1400, height: int = 900, *, dark: bool = False) -> Iterator[Any]:
     """A fresh chromium of this size; console and network events are logged."""
     from selenium import webdriver
     from selenium.webdriver.chrome.options import Options
@@ -41,9 +44,10 @@ def browser(width: int = 1400, height: int = 900, *, dark: bool = False) -> Iter
         for flag in (*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-        driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+        driver = _started(lambda: webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver"))))
         try:
-            driver.set_page_load_timeout(30)
+            driver.set_page_load_timeout(PATIENT_S)
+            driver.set_script_timeout(PATIENT_S)
             metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
             driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
             scheme = {"features": [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]}
@@ -51,6 +55,16 @@ def browser(width: int = 1400, height: int = 900, *, dark: bool = False) -> Iter
             yield driver
         finally:
             driver.quit()
+
+
+def _started(start: Callable[[], Any]) -> Any:
+    """chromedriver gives chromium a minute to come up; where the machine is too busy for it another try may do."""
+    from selenium.common.exceptions import WebDriverException
+
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(WebDriverException):
+            return start()
+    return start()
 
 
 def pictures_folder() -> Path:

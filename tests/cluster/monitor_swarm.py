@@ -199,7 +199,7 @@ async def start_monitor(address: str, folder: Path, *arguments: str) -> tuple[as
         stdout=asyncio.subprocess.PIPE, env={**os.environ, "FUSION_HOME": str(folder)},
     )  # fmt: skip
     assert process.stdout is not None
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(240):
         line = (await process.stdout.readline()).decode()
     assert "http" in line, f"fusion-monitor web said {line!r}"
     return process, line.split()[-1]

@@ -6,6 +6,7 @@ python -m tests.cluster.swarm_peer FOLDER PORT [BOOTSTRAP ...]; it joins as `fus
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -51,11 +52,17 @@ async def main(folder: Path, port: int, bootstrap: tuple[str, ...]) -> None:
                 await asyncio.sleep(2.0)  # nineteen peers that read without a pause would be what is measured
             say(at=time.time())
         elif command == "peers":
-            found = [p.peer for p in await board.peers()]
-            say(peers=found, seconds=time.perf_counter() - start)
+            found, error = [], ""
+            try:
+                found = [p.peer for p in await board.peers()]
+            except DhtError as failed:
+                error = str(failed)
+            say(peers=found, seconds=time.perf_counter() - start, error=error)
         elif command == "fences":
             stand = fencing.stand
-            views = [(v.id, v.leader, v.members) for v in await board.fences()]
+            views = []
+            with contextlib.suppress(DhtError):
+                views = [(v.id, v.leader, v.members) for v in await board.fences()]
             say(fences=views, fence=stand.fence if stand else "0", leader=stand.leader if stand else "")
     await fencing.close()
     await board.close()

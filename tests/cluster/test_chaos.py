@@ -90,7 +90,7 @@ def check(report: dict[str, Any], steps: int, tmp_path: Path, *, width: int = 32
     assert report["weights_blake2b"] == expected
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("seed", "compression"), [(2, "none"), (6, "topk-masked:0.2")])
 def test_sixty_steps_and_five_faults(tmp_path: Path, seed: int, compression: str) -> None:
     faults = schedule(seed, 5, 60)
@@ -101,7 +101,7 @@ def test_sixty_steps_and_five_faults(tmp_path: Path, seed: int, compression: str
         assert {c.codec for c in report["log"][0].numerics.codecs} == {compression}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_what_wakes_too_late_counts_for_nothing(tmp_path: Path) -> None:
     """A host is frozen, replaced, and wakes while its replacement works; another one is cut off and healed."""
     faults = tuple(Fault(step=step, kind=kind, pick=pick, steps=6) for step, kind, pick in _FROZEN)
@@ -115,7 +115,7 @@ def test_what_wakes_too_late_counts_for_nothing(tmp_path: Path) -> None:
 _FROZEN: list[tuple[int, Kind, int]] = [(12, "freeze", 1), (25, "cut", 2)]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_neighbours_killed_together(tmp_path: Path) -> None:
     faults = (Fault(step=24, kind="neighbours", pick=1, steps=0), Fault(step=25, kind="kill", pick=0, steps=0))
     report, chaos, _ = with_faults(faults, 40)
@@ -123,7 +123,7 @@ def test_neighbours_killed_together(tmp_path: Path) -> None:
     check(report, 40, tmp_path)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_host_and_buddy_killed_together(tmp_path: Path) -> None:
     """What they held of the stage is gone with them; the trainer's folder has it."""
     killed: list[str] = []
@@ -131,7 +131,7 @@ def test_host_and_buddy_killed_together(tmp_path: Path) -> None:
     def kill(step: int, run: Run, swarm: LocalSwarm) -> None:
         if step != 15:
             return
-        live, until = run._opened().session.trainer._live, time.monotonic() + 120.0
+        live, until = run._opened().session.trainer._live, time.monotonic() + 400.0
         while not (holders := [b for e in live.now.newest.stages if e.stage == 1 for b in live.kept.get(e.hash, ())]):
             assert time.monotonic() < until, "no set came to a buddy"
             time.sleep(0.05)
@@ -147,7 +147,7 @@ def test_host_and_buddy_killed_together(tmp_path: Path) -> None:
     check(report, 40, tmp_path)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_cuts_and_codecs_change_under_faults_as_a_numeric_log_says(tmp_path: Path) -> None:
     """Who dies right before a change, in it, or leaves right after; the log's own weights come out."""
     base = Numerics(cuts=(3, 9, 14), micro_batches=4, micro_batch_size=2)
@@ -168,7 +168,7 @@ def test_cuts_and_codecs_change_under_faults_as_a_numeric_log_says(tmp_path: Pat
     check(report, 40, tmp_path)
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(1800)
 def test_a_peer_that_becomes_slow_is_given_less(tmp_path: Path) -> None:
     """The model is large enough that its stages compute most of the time. How many steps it takes to see the slow one
     depends on what else the machine does (the bound is a benchmark's); that the plan changes, that it says why, and
@@ -277,7 +277,7 @@ def resume(folder: Path, steps: int, swarm: LocalSwarm) -> tuple[dict[str, Any],
         return run.report() | {"numerics": run.plan().numerics}, first_s
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "with a host"])
 def test_a_killed_trainer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
     """Its stages are where they were, and all that is lost is the host that died with it."""
@@ -309,7 +309,7 @@ def test_a_killed_trainer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert report["weights_blake2b"] == expected
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_second_trainer_takes_over_by_name(tmp_path: Path) -> None:
     """The same run started twice: in one folder it is refused; from a copy the newer session leads, the older ends."""
     folder, copy = tmp_path / "run", tmp_path / "copy"
@@ -320,6 +320,6 @@ def test_a_second_trainer_takes_over_by_name(tmp_path: Path) -> None:
             resume(folder, 40, swarm)
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("trainer.key"))
         report, _ = resume(copy, 40, swarm)
-        said = older.communicate("go on\n", timeout=120)[1]
+        said = older.communicate("go on\n", timeout=400)[1]
     assert older.returncode != 0 and "RunPaused" in said and "is led by trainer" in said
     assert report["steps"][-1]["step"] == 39

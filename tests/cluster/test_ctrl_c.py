@@ -13,7 +13,7 @@ from peer.interrupts import END_S
 from peer.lab.local_swarm import OwnDevice
 from tests.cluster.interrupted import PHASES, interrupt
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize(("phase", "frozen"), [(p, False) for p in PHASES if p != "training"] + [("training", True)])
@@ -56,5 +56,5 @@ def test_a_trainers_own_device_that_is_given_up_while_it_starts_ends(
             await task
         assert not child.is_running()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 240))
     assert not list(tmp_path.iterdir())

@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import uvloop
 
@@ -24,11 +24,12 @@ from dht.clock import swarm_clock
 from dht.errors import RecordError, SwarmUnreachable, TransportError
 from dht.identity import Identity
 from dht.node import Board
-from dht.records import Event, LinkBytes, Signer, StageHost
+from dht.records import Event, LinkBytes, PeerRecord, Signer, StageHost
 from dht.runs import RunView
+from tests.cluster.eventually import WITHIN_S, comes
 from tests.dht_samples import peer_record, run_record, session_signer
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -57,24 +58,42 @@ def me(board: Board) -> Identity:
     return board.transport.identity
 
 
+async def flushed(board: Board) -> None:
+    """A busy machine may take longer than a user would wait."""
+    await board.flush(timeout_s=WITHIN_S)
+
+
+async def sees(board: Board, wanted: Callable[[tuple[PeerRecord, ...]], bool]) -> tuple[PeerRecord, ...]:
+    """The peers on the board once they are as wanted. A call that timed out hides records for a moment."""
+
+    async def look() -> tuple[PeerRecord, ...] | None:
+        seen = await board.peers()
+        return seen if wanted(seen) else None
+
+    found = await comes(look, "the peers that are expected on the board")
+    assert found is not None
+    return found
+
+
 def test_four_peers_see_each_others_records(tmp_path: Path) -> None:
     async def main() -> None:
         async with boards(tmp_path, 4) as all_four:
             for board in all_four:
                 board.publish(peer_record(me(board), state="free"))
-            await asyncio.gather(*(board.flush() for board in all_four))
+            await asyncio.gather(*(flushed(board) for board in all_four))
             expected = sorted(board.transport.peer_id for board in all_four)
+            begun = time.time()
             for board in all_four:
-                seen = await board.peers()
-                assert [record.peer for record in seen] == expected
-                assert all(abs(record.published - time.time()) < 60 for record in seen)
+                seen = await sees(board, lambda seen: [r.peer for r in seen] == expected)
+                assert all(begun - 60 < record.published < time.time() + 60 for record in seen)
             first = all_four[0]
+            name = first.transport.peer_id
             first.publish(peer_record(me(first), state="busy"))  # the newer one replaces the older one everywhere
-            await first.flush()
-            assert [r.state for r in await all_four[3].peers() if r.peer == first.transport.peer_id] == ["busy"]
+            await flushed(first)
+            await sees(all_four[3], lambda seen: [r.state for r in seen if r.peer == name] == ["busy"])
             first.publish(peer_record(me(first), state="left"))
-            await first.flush()
-            assert first.transport.peer_id not in [r.peer for r in await all_four[2].peers()]
+            await flushed(first)
+            await sees(all_four[2], lambda seen: [r.peer for r in seen] == [p for p in expected if p != name])
 
     run(main())
 
@@ -88,6 +107,16 @@ def a_run(owner: Identity, trainer: Board, hosts: list[Board], plan: int = 1, **
     )
 
 
+async def reads(board: Board, wanted: Callable[[RunView], bool]) -> RunView:
+    async def look() -> RunView | None:
+        view = await board.run("demo")
+        return view if view is not None and wanted(view) else None
+
+    found = await comes(look, "the run on the board")
+    assert found is not None
+    return found
+
+
 def test_a_runs_progress_is_read_by_all(tmp_path: Path) -> None:
     async def main() -> None:
         async with boards(tmp_path, 3) as (a, b, c):
@@ -95,26 +124,29 @@ def test_a_runs_progress_is_read_by_all(tmp_path: Path) -> None:
             view = a_run(owner, a, [b, c] * 10, loss=2.5, step=3, total=20)
             signer = session_signer(owner, view.run.run, time.time() + 3600)
             a.publish_run(view, signer)
-            await a.flush()
+            await flushed(a)
             for board in (b, c):
-                found = await board.run("demo")
-                assert found is not None
+                found = await reads(board, lambda v: len(v.stages) == 20 and len(v.links) == 20 and bool(v.events))
                 assert (found.stages, found.links) == (view.stages, view.links)
                 assert (found.run.loss, found.run.step, found.events[0].text) == (2.5, 3, "started")
                 assert await board.run(view.run.run[:6]) == found
                 assert await board.run("nothing") is None
             smaller = a_run(owner, a, [b], plan=2, state="paused", reason="peer gone")
             a.publish_run(smaller, signer)
-            await a.flush()
-            found = await c.run("demo")
-            assert found is not None
+            await flushed(a)
+            found = await reads(c, lambda v: v.run.plan == 2 and len(v.stages) == 1)
             assert (found.stages, found.run.state, found.run.reason) == (smaller.stages, "paused", "peer gone")
             assert [r.run for r in await b.runs()] == [view.run.run]
 
     run(main())
 
 
-async def store_raw(board: Board, key: str, subkey: Any, value: bytes, expiration: float) -> list[bool] | None:
+def undated(seen: tuple[PeerRecord, ...]) -> tuple[PeerRecord, ...]:
+    """Records are published again every 15 s."""
+    return tuple(msgspec.structs.replace(record, published=0.0) for record in seen)
+
+
+async def store_raw(board: Board, key: str, subkey: Any, value: bytes, expiration: float) -> list[bool]:
     """As a hostile peer would: past its own checks, straight into another node's store."""
     protocol = board._node.protocol
     parts = node_parts()
@@ -132,9 +164,9 @@ def test_forged_records_are_refused_and_the_store_is_intact(tmp_path: Path) -> N
         async with boards(tmp_path, 3) as (a, b, mallory):
             for board in (a, b):
                 board.publish(peer_record(me(board)))
-                await board.flush()
-            before = await a.peers()
-            assert len(before) == 2
+                await flushed(board)
+            for board in (a, b):
+                before = undated(await sees(board, lambda seen: len(seen) == 2))
             now = swarm_clock.now()
             victim = peer_record(me(a), state="paused")
             key, subkey = records.place(victim)
@@ -154,14 +186,16 @@ def test_forged_records_are_refused_and_the_store_is_intact(tmp_path: Path) -> N
                 "junk": (key, 17, b"junk", now + 30),
             }
             for name, attempt in attempts.items():
-                assert await store_raw(mallory, *attempt) == [False, False], name
+                assert not any(await store_raw(mallory, *attempt)), name
             with pytest.raises(RecordError):
                 mallory.publish(victim)
-            assert await b.peers() == before
-            assert await store_raw(mallory, own_key, own_subkey, *sealed(own, me(mallory))) == [
-                True,
-                True,
-            ]  # a fair one
+            for board in (a, b):
+                await sees(board, lambda seen: undated(seen) == before)
+
+            async def fair() -> bool:
+                return await store_raw(mallory, own_key, own_subkey, *sealed(own, me(mallory))) == [True, True]
+
+            await comes(fair, "a fair record is taken by both")
 
     def sealed(record: Any, identity: Identity) -> tuple[bytes, float]:
         expiration = swarm_clock.now() + 30
@@ -176,7 +210,7 @@ def test_a_lying_replica_hides_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         async with boards(tmp_path, 4) as (a, b, liar, reader):
             a.publish(peer_record(me(a)))
-            await a.flush()
+            await flushed(a)
             parts = node_parts()
 
             async def lie(request: Any, context: Any) -> Any:
@@ -203,7 +237,7 @@ def test_a_lying_replica_hides_nothing(tmp_path: Path) -> None:
 
             handlers[name] = raw
             for board in (reader, b):
-                assert [r.peer for r in await board.peers()] == [a.transport.peer_id]
+                await sees(board, lambda seen: [r.peer for r in seen] == [a.transport.peer_id])
                 assert parts.DHTID(7) not in board._node.protocol.routing_table
 
     run(main())
@@ -222,18 +256,18 @@ def test_the_board_comes_back_after_p2pd_dies(tmp_path: Path, which: int) -> Non
                 back.set()
 
             b.publish(peer_record(me(b), state="free"))
-            await b.flush()
+            await flushed(b)
             b.transport.on_restart(callback)  # runs after the board's own
             assert b.transport.p2pd_pid is not None
             os.kill(b.transport.p2pd_pid, signal.SIGKILL)
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(WITHIN_S):
                 await back.wait()
             b.publish(peer_record(me(b), state="busy"))
-            await b.flush()
-            assert [r.state for r in await c.peers()] == ["busy"]
+            await flushed(b)
+            await sees(c, lambda seen: [r.state for r in seen] == ["busy"])
             a.publish(peer_record(me(a)))
-            await a.flush()
-            assert len(await b.peers()) == 2
+            await flushed(a)
+            await sees(b, lambda seen: len(seen) == 2)
 
     run(main())
 
@@ -245,9 +279,9 @@ def test_the_founder_leaves_and_the_others_go_on(tmp_path: Path) -> None:
             await first.transport.close()
             for board in rest:
                 board.publish(peer_record(me(board)))
-            await asyncio.gather(*(board.flush(timeout_s=40) for board in rest))
+            await asyncio.gather(*(flushed(board) for board in rest))
             for board in rest:
-                assert len(await board.peers(timeout_s=40)) == 3
+                await sees(board, lambda seen: len(seen) == 3)
 
     run(main())
 
@@ -276,14 +310,17 @@ import asyncio, sys
 from pathlib import Path
 from dht import p2p
 from dht.node import Board
+from tests.cluster.eventually import WITHIN_S, comes
 from tests.dht_samples import peer_record
 
 async def main():
     transport = await p2p.start(Path(sys.argv[1]), host_addresses=p2p.LOOPBACK, bootstrap=(sys.argv[2],))
     board = await Board.start(transport)
     board.publish(peer_record(transport.identity))
-    await board.flush()
-    print(transport.peer_id, *[p.peer for p in await board.peers()], flush=True)
+    await board.flush(timeout_s=200)
+    while len(seen := await board.peers(timeout_s=60)) < 2:
+        await asyncio.sleep(0.5)
+    print(transport.peer_id, *[p.peer for p in seen], flush=True)
     sys.stdin.read()
     await board.close()
     await transport.close()
@@ -297,7 +334,7 @@ def test_a_peer_whose_clock_is_80_s_wrong_sees_and_is_seen(tmp_path: Path, shift
     async def main() -> None:
         async with boards(tmp_path, 2) as (a, b):
             a.publish(peer_record(me(a)))
-            await a.flush()
+            await flushed(a)
             (boot,) = await a.transport.addresses()
             child = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", WRONG_CLOCK, str(tmp_path / "wrong"), boot, str(shift),
@@ -306,10 +343,10 @@ def test_a_peer_whose_clock_is_80_s_wrong_sees_and_is_seen(tmp_path: Path, shift
             assert child.stdin is not None
             assert child.stdout is not None
             assert child.stderr is not None
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(WITHIN_S):
                 wrong, *seen = (await child.stdout.readline()).decode().split()
             assert sorted(seen) == sorted((a.transport.peer_id, wrong))
-            assert wrong in [r.peer for r in await b.peers()]
+            await sees(b, lambda seen: wrong in [r.peer for r in seen])
             child.stdin.close()
             assert await child.wait() == 0
             assert b"the swarm's, corrected" in await child.stderr.read()
@@ -317,6 +354,7 @@ def test_a_peer_whose_clock_is_80_s_wrong_sees_and_is_seen(tmp_path: Path, shift
     run(main())
 
 
+PATIENT = "--timeout", "200"
 MEASURED = """
 import pathlib, sys
 from dht.cli_monitor import main
@@ -348,23 +386,36 @@ def test_the_monitor_reads_the_board_small_and_fast(tmp_path: Path, record_prope
             a.publish_run(view, Signer(owner))
             for board in (a, b):
                 board.publish(peer_record(me(board)))
-                await board.flush()
+                await flushed(board)
             (boot,) = await a.transport.addresses()
-            code, out, err, seconds = await monitor("status", "--swarm", boot, "--json", home=tmp_path)
-            found = json.loads(out)
-            assert code == 0
-            assert sorted(p["peer"] for p in found["peers"]) == sorted(x.transport.peer_id for x in (a, b))
-            assert [(r["name"], r["step"], r["loss"]) for r in found["runs"]] == [("demo", 5, 3.25)]
-            assert found["runs"][0]["stages"][0]["peer"] == b.transport.peer_id
+
+            async def complete() -> tuple[str, float] | None:
+                code, out, err, seconds = await monitor("status", "--swarm", boot, "--json", *PATIENT, home=tmp_path)
+                assert code == 0, err
+                found = json.loads(out)
+                there = len(found["peers"]) == 2 and len(found["runs"]) == 1 and found["runs"][0]["stages"]
+                nonlocal last
+                last = found
+                return (err, seconds) if there else None
+
+            last: dict[str, Any] = {}
+            told = await comes(complete, "both peers and the run")
+            assert told is not None
+            err, seconds = told
+            assert sorted(p["peer"] for p in last["peers"]) == sorted(x.transport.peer_id for x in (a, b))
+            assert [(r["name"], r["step"], r["loss"]) for r in last["runs"]] == [("demo", 5, 3.25)]
+            assert last["runs"][0]["stages"][0]["peer"] == b.transport.peer_id
             kilobytes, _, loaded = err.strip().partition(" ")
             record_property("monitor_rss_mb", int(kilobytes) / 1e3)
             record_property("monitor_seconds", seconds)
             assert loaded == ""
             assert int(kilobytes) < 100e3
-            code, out, _, _ = await monitor("status", "--swarm", boot, "--run", view.run.run[:8], home=tmp_path)
+            code, out, _, _ = await monitor(
+                "status", "--swarm", boot, "--run", view.run.run[:8], *PATIENT, home=tmp_path
+            )
             assert code == 0
             assert "RUN demo" in out
-            code, out, err, _ = await monitor("status", "--swarm", boot, "--run", "none", home=tmp_path)
+            code, out, err, _ = await monitor("status", "--swarm", boot, "--run", "none", *PATIENT, home=tmp_path)
             assert code == 4 and "fusion-monitor: run 'none' is not on the board" in err
         code, out, err, _ = await monitor("status", "--swarm", boot, home=tmp_path)
         assert (code, out) == (3, "")
@@ -374,12 +425,12 @@ def test_the_monitor_reads_the_board_small_and_fast(tmp_path: Path, record_prope
 
 
 def test_help_answers_at_once() -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    out = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "dht.cli_monitor", "status", "--help"],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert "default: $FUSION_SWARM" in out.stdout
-    assert after.ru_utime - before.ru_utime < 2.0  # CPU time: wall time is other processes' too
-    assert not any(name in out.stderr for name in ("hivemind", "asyncio", "cryptography", "msgspec"))
+    heavy = "hivemind", "asyncio", "cryptography", "msgspec"
+    code = "import resource, sys\nfrom dht.cli_monitor import main\n"
+    code += "try: main(['status', '--help'])\nexcept SystemExit: pass\n"
+    code += f"print([m for m in {heavy} if m in sys.modules], resource.getrusage(resource.RUSAGE_SELF).ru_utime)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True).stdout
+    assert "default: $FUSION_SWARM" in out
+    loaded, cpu_s = out.strip().splitlines()[-1].rsplit(" ", 1)
+    assert loaded == "[]"
+    assert float(cpu_s) < 2.0  # CPU time: wall time is other processes' too

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -25,8 +26,9 @@ from dht.identity import Identity
 from dht.p2p import P2PTransport
 from dht.p2pd import FOLDER_PREFIX
 from dht.transport import Stream
+from tests.cluster.eventually import WITHIN_S, until
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 ECHO = "/test/echo"
 
 
@@ -63,7 +65,7 @@ async def exchange(stream: Stream, size: int) -> None:
             stream.writer.write(sent[at : at + (1 << 17)])
             await stream.writer.drain()
 
-    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(WITHIN_S), asyncio.TaskGroup() as group:
         group.create_task(send())
         assert await stream.reader.readexactly(len(sent)) == sent
 
@@ -103,7 +105,7 @@ def test_two_peers_exchange_10_mb(tmp_path: Path) -> None:
                 await b.open_stream(a.peer_id, "/test/none")
             await a.stop_serving(ECHO)
             with contextlib.suppress(NoSuchProtocol):  # or, negotiated lazily, a stream that ends
-                async with asyncio.timeout(120):
+                async with asyncio.timeout(WITHIN_S):
                     assert await (await b.open_stream(a.peer_id, ECHO)).reader.read() == b""
             stranger = Identity.generate().peer_id
             with pytest.raises(PeerUnreachable, match=stranger):
@@ -135,7 +137,7 @@ def test_a_failing_or_endless_handler_harms_nobody(tmp_path: Path) -> None:
             await a.serve(ECHO, echo)
             failing = await b.open_stream(a.peer_id, "/test/fails")
             await b.open_stream(a.peer_id, "/test/hangs")
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(WITHIN_S):
                 assert await failing.reader.read() == b""  # the stream ends, nothing else does
             await exchange(await b.open_stream(a.peer_id, ECHO), 1 << 20)
 
@@ -182,18 +184,18 @@ def test_an_attached_process_opens_and_serves_streams_also_after_a_restart(tmp_p
             )
             assert child.stdin is not None
             assert child.stdout is not None
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(WITHIN_S):
                 assert (await child.stdout.readline()).decode().split(" ", 1) == [a.peer_id, "from the executor\n"]
             await exchange(await b.open_stream(a.peer_id, "/test/attached"), 1 << 20)
             assert a.p2pd_pid is not None
             os.kill(a.p2pd_pid, signal.SIGKILL)
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(WITHIN_S):
                 assert await child.stdout.readline() == b"back\n"
             await exchange(await b.open_stream(a.peer_id, "/test/attached"), 1 << 20)
             child.stdin.close()
             assert await child.wait() == 0
             with contextlib.suppress(NoSuchProtocol):
-                async with asyncio.timeout(120):
+                async with asyncio.timeout(WITHIN_S):
                     assert await (await b.open_stream(a.peer_id, "/test/attached")).reader.read() == b""
 
     run(main())
@@ -210,7 +212,7 @@ def test_p2pd_killed_comes_back_with_port_and_handlers(tmp_path: Path) -> None:
             first = b.p2pd_pid
             assert first is not None
             os.kill(first, signal.SIGKILL)
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(WITHIN_S):
                 assert await cut.reader.read() == b""
                 waiting = await b.open_stream(a.peer_id, ECHO)  # asked while it is down: waits for it
                 await back.wait()
@@ -232,7 +234,7 @@ def test_a_frozen_p2pd_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             frozen = b.p2pd_pid
             assert frozen is not None
             os.kill(frozen, signal.SIGSTOP)
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(WITHIN_S):
                 await back.wait()
             assert b.p2pd_pid != frozen
             assert not psutil.pid_exists(frozen)
@@ -246,7 +248,7 @@ def test_one_protocol_has_one_server(tmp_path: Path) -> None:
         async with swarm(tmp_path, 1) as (a,):
             await a.serve(ECHO, echo)
             await a.serve(ECHO, echo)  # again: the new handler takes the next stream
-            await a.client.serve(ECHO, a._listener, timeout_s=5.0)  # as after a lost answer
+            await a.client.serve(ECHO, a._listener, timeout_s=WITHIN_S)  # as after a lost answer
             other = await p2p.attach(a.control_address)
             try:
                 with pytest.raises(TransportError, match="already set"):
@@ -262,7 +264,7 @@ def test_a_silent_p2pd_is_noticed(tmp_path: Path) -> None:
         path = tmp_path / "control"
         server = await asyncio.start_unix_server(lambda reader, writer: asyncio.sleep(60), path=str(path))
         client = ControlClient(path)
-        assert "not answered for 0.2 s" in await client.watch(interval_s=0.1, timeout_s=0.2)
+        assert "not answer" in await client.watch(interval_s=0.1, timeout_s=0.2)  # or, stalled, not even the socket
         with pytest.raises(TransportError, match="no answer"):
             await client.identify(timeout_s=0.2)
         server.close()
@@ -355,7 +357,7 @@ def test_a_killed_peer_leaves_no_daemon_and_its_folder_is_cleared(tmp_path: Path
     child.wait()
     child.stdout.close()
     try:
-        daemon.wait(timeout=120)
+        daemon.wait(timeout=WITHIN_S)
     except psutil.TimeoutExpired:  # dead, but nobody here reaps it
         assert daemon.status() == psutil.STATUS_ZOMBIE
     assert Path(folder).exists()
@@ -384,11 +386,17 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
             dead = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"
             await p2p.start(tmp_path / "x", host_addresses=p2p.LOOPBACK, bootstrap=(dead,))
 
+    others = set(me.children(recursive=True))  # of other tests in this process
+
+    def held() -> tuple[int, int]:
+        gc.collect()  # what is held by nothing but a cycle is no leak
+        return me.num_fds(), threading.active_count()
+
     run(main())  # the first run loads modules and opens the loop's descriptors
-    before, threads = me.num_fds(), threading.active_count()
+    descriptors, threads = held()
     run(main())
-    assert (me.num_fds(), threading.active_count()) == (before, threads)
-    assert me.children(recursive=True) == []
+    until(lambda: all(now <= then for now, then in zip(held(), (descriptors, threads), strict=True)), "no more is held")
+    assert set(me.children(recursive=True)) <= others
     # Other tests' swarms may come and go meanwhile; theirs are locked.
     assert not [path for path in set(leftovers()) - folders if not (path / "lock").exists()]
 
@@ -430,6 +438,6 @@ def test_a_close_that_is_cancelled_leaves_no_process_and_no_folder(tmp_path: Pat
         closing.cancel()
         await asyncio.wait({closing})
         assert not folder.exists()
-        assert not (await asyncio.to_thread(psutil.wait_procs, [process], 60.0))[1]
+        assert not (await asyncio.to_thread(psutil.wait_procs, [process], WITHIN_S))[1]
 
     run(main())

@@ -30,7 +30,7 @@ from tests.cluster.volunteer_process import Peer
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def test_gpt2_toml(place: Path) -> None:
@@ -78,12 +78,11 @@ def test_a_paused_run_goes_on_as_if_nothing_had_been(place: Path) -> None:
     fusion_run(place, "resume", "cats", "--local", "2", "--steps", end, "--report", "resumed.json")
     resumed = json.loads((place / "resumed.json").read_text())["steps"]
     assert [s["step"] for s in resumed] == list(range(done, done + 3))
-    fusion_run(
-        place, "train", "run.toml", "--local", "2", "--steps", end, "--run-dir", "whole", "--report", "whole.json"
-    )
+    # Where it cuts follows speeds that are measured anew: the whole run is given the other's cuts.
+    options = ("--numeric-log", "runs/cats/numeric_log.jsonl", "--run-dir", "whole", "--report", "whole.json")
+    fusion_run(place, "train", "run.toml", "--local", "2", "--steps", end, *options)
     whole = json.loads((place / "whole.json").read_text())["steps"]
-    # the plan may cut elsewhere, as speeds are measured anew: equal to rounding
-    assert [s["loss"] for s in resumed] == pytest.approx([s["loss"] for s in whole[done:]], rel=1e-4)
+    assert [s["loss"] for s in resumed] == [s["loss"] for s in whole[done:]]
 
 
 def logged(folder: Path, report: dict[str, Any]) -> None:

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from peer import config
+from tests.cluster.eventually import until
 from tests.cluster.trainer_process import ROOT, ended, environment, small_run
 from tests.cluster.volunteer_process import Peer
 
 DOC = (ROOT / "examples" / "friends.md").read_text()
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_three_houses_train_together(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def command(line: str, module: str, *more: str) -> str:
         """Runs a line of the document as Ada, with `more` behind it."""
@@ -37,8 +38,11 @@ def test_three_houses_train_together(place: Path, monkeypatch: pytest.MonkeyPatc
             ids.add(house.event("joined")["peer"])
             house.event("devices")
 
-        seen = json.loads(command("fusion-monitor status", "dht.cli_monitor", "--json"))
-        assert {p["peer"] for p in seen["peers"]} == ids
+        def on_the_board() -> set[str]:
+            seen = json.loads(command("fusion-monitor status", "dht.cli_monitor", "--json", "--timeout", "200"))
+            return {p["peer"] for p in seen["peers"]}
+
+        until(lambda: on_the_board() == ids, "the three houses on the board")
         assert config.parse(command("fusion-run init gpt2", "peer.cli_run")).model.family == "gpt2"
         small_run(place)
         (place / "gpt2.toml").write_text((place / "run.toml").read_text() + "[numerics]\nstages = 3\n")

@@ -13,7 +13,7 @@ from tests.cluster.test_chaos import check, with_faults
 LYING = Path(__file__).parent / "lying"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_volunteer_that_lies_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     lie = tmp_path / "lie"

@@ -17,7 +17,7 @@ pytest.importorskip("jax", reason="the JAX executor is an extra: pip install 'fu
 STEPS, MICRO_BATCHES, SIZE = 6, 2, 2
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_two_torch_peers_and_a_jax_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSION_HOME", str(tmp_path / "home"))
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ import uvloop
 from tests.cluster import monitor_swarm
 from tests.cluster.monitor_swarm import Swarm
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 TOP = [sys.executable, "-m", "dht.cli_monitor", "top", "--every", "1", "--swarm"]
 
@@ -34,7 +34,7 @@ class Terminal:
 
     def _tmux(self, *arguments: str) -> str:
         done = subprocess.run(
-            ["tmux", "-f", "/dev/null", "-S", self._socket, *arguments], capture_output=True, text=True, timeout=20
+            ["tmux", "-f", "/dev/null", "-S", self._socket, *arguments], capture_output=True, text=True, timeout=120
         )
         return done.stdout
 
@@ -54,7 +54,7 @@ def terminal(folder: Path, width: int, height: int, command: str) -> Iterator[Te
         opened.close()
 
 
-async def shown(window: Terminal, *words: str, timeout_s: float = 120.0) -> list[str]:
+async def shown(window: Terminal, *words: str, timeout_s: float = 300.0) -> list[str]:
     """The screen, once all `words` are on it."""
     end = time.monotonic() + timeout_s
     while missing := [w for w in words if w not in "\n".join(lines := await asyncio.to_thread(window.screen))]:
@@ -122,7 +122,7 @@ def test_plain_lines_where_the_output_is_no_terminal(tmp_path: Path) -> None:
             assert process.stdout is not None
             heard: list[str] = []
             try:
-                async with asyncio.timeout(120):
+                async with asyncio.timeout(300):
                     while not any("peers=14" in line for line in heard) or not any(
                         "run gpt2" in line for line in heard
                     ):
@@ -132,7 +132,7 @@ def test_plain_lines_where_the_output_is_no_terminal(tmp_path: Path) -> None:
                         heard.append((await process.stdout.readline()).decode())
             finally:
                 process.terminate()
-                async with asyncio.timeout(120):
+                async with asyncio.timeout(300):
                     assert await process.wait() == 143
             text = "".join(heard)
             assert "\x1b" not in text  # no colours, no cursor

@@ -23,9 +23,9 @@ from tests.cluster import monitor_swarm
 from tests.cluster.monitor_browser import browser, need_browser, pictures_folder
 from tests.cluster.monitor_swarm import Swarm
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
-WITHIN_S = 90.0
+WITHIN_S = 240.0
 STEP = ".figures span:nth-child(2) b"
 
 
@@ -41,7 +41,7 @@ class Scene:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
-    def call(self, work: Coroutine[Any, Any, Any], timeout_s: float = 180.0) -> Any:
+    def call(self, work: Coroutine[Any, Any, Any], timeout_s: float = 400.0) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     @contextlib.contextmanager
@@ -59,14 +59,14 @@ class Scene:
                 swarm.add_peers(14)
                 swarm.add_fences()
                 swarm.step = 20
-                swarm.start_run([1, 4, 7, 5])
-                await swarm.board.flush()
+                swarm.start_run([1, 4, 7, 5], total=100_000)  # never done, however long this takes
+                await swarm.board.flush(timeout_s=WITHIN_S)
                 peer = await asyncio.create_subprocess_exec(
                     sys.executable, "-m", "tests.cluster.monitor_peer", swarm.address,
                     stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[2], start_new_session=True,
                 )  # fmt: skip
                 assert peer.stdout is not None
-                async with asyncio.timeout(120):
+                async with asyncio.timeout(WITHIN_S):
                     self.victim = (await peer.stdout.readline()).decode().strip()
                 self.victim_pid = peer.pid
                 monitor, self.url = await monitor_swarm.start_monitor(swarm.address, folder, "--every", "1")
@@ -77,7 +77,7 @@ class Scene:
                 finally:
                     advancing.cancel()
                     monitor.send_signal(signal.SIGTERM)
-                    async with asyncio.timeout(120):
+                    async with asyncio.timeout(WITHIN_S):
                         assert await monitor.wait() == 0
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(self.victim_pid, signal.SIGKILL)
@@ -85,14 +85,14 @@ class Scene:
 
         playing = asyncio.run_coroutine_threadsafe(play(), self._loop)
         playing.add_done_callback(lambda f: (failure.extend([e] if (e := f.exception()) else []), ready.set()))
-        assert ready.wait(300)
+        assert ready.wait(700)
         if failure:
             raise failure[0]
         try:
             yield self
         finally:
             self._loop.call_soon_threadsafe(stop.set)
-            playing.result(150)
+            playing.result(400)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)
             self._loop.close()
@@ -141,6 +141,12 @@ def number(driver: Any, selector: str) -> float:
     """What is shown there; not a number (and so neither more nor less than any) while nothing is."""
     shown = text(driver, selector).replace(",", "")
     return float(shown) if shown.replace(".", "", 1).isdigit() else math.nan
+
+
+def reads(driver: Any, selector: str, *words: str) -> None:
+    """All of it is shown there: parts of a run are records of their own, which may come one look later."""
+    for word in words:
+        until(lambda word=word: word in text(driver, selector), f"{word!r} in {selector}")
 
 
 def open_page(driver: Any, scene: Scene, path: str = "") -> None:
@@ -200,18 +206,16 @@ def test_the_loss_of_a_live_run_advances(scene: Scene, desktop: Any) -> None:
 def test_pages_of_a_run_a_peer_a_fence_and_contribution(scene: Scene, desktop: Any) -> None:
     open_page(desktop, scene, run_path(scene))
     until(lambda: js(desktop, "document.querySelectorAll('.strip .stage').length") == 4, "four stages")
-    assert "stage 1 computes 1.8 s of a 2.1 s step" in text(desktop, ".why")
-    assert "slowest" in text(desktop, ".stage.bound") and "Stage 1" in text(desktop, ".stage.bound")
-    links = text(desktop, "#page-other table")
-    assert "topk-masked:0.01" in links and "≈ 8×" in links and "≈ 50×" in links
-    assert "dense would take 3.2 s, 0.4 s allowed" in links
+    reads(desktop, ".why", "stage 1 computes 1.8 s of a 2.1 s step")
+    reads(desktop, ".stage.bound", "slowest", "Stage 1")
+    links = "topk-masked:0.01", "≈ 8×", "≈ 50×", "dense would take 3.2 s, 0.4 s allowed"
+    reads(desktop, "#page-other table", *links)
     until(lambda: js(desktop, "document.querySelectorAll('.uplot').length") == 2, "the run's curves")
     shot(desktop, "run")
     leader = scene.swarm.peers[0].peer_id
     open_page(desktop, scene, f"#/peer/{leader}")
     until(lambda: "900 Mbit/s" in text(desktop, "#page-other"), "the peer's measured links")
-    for words in ("trainer of", "60 GFLOP/s", "leads its fence", "direct", "northern Spain"):
-        assert words in text(desktop, "#page-other")
+    reads(desktop, "#page-other", "trainer of", "60 GFLOP/s", "leads its fence", "direct", "northern Spain")
     shot(desktop, "peer")
     open_page(desktop, scene, f"#/fence/{monitor_swarm.FENCES[0]}")
     until(lambda: "940 Mbit/s" in text(desktop, "#page-other"), "the fence's summary")
@@ -255,8 +259,8 @@ def test_the_scrubber_goes_back(scene: Scene, desktop: Any) -> None:
     keys(desktop, "h", Keys.HOME, Keys.ARROW_RIGHT)
     until(lambda: "History: the swarm at" in text(desktop, "#notes"), "it says that this is history")
     until(lambda: number(desktop, STEP) < now, "an earlier step")
-    assert js(desktop, "document.getElementById('map').dataset.peers") != "0"
-    assert text(desktop, "#status-text") == "history"
+    until(lambda: js(desktop, "document.getElementById('map').dataset.peers") != "0", "the peers of then")
+    until(lambda: text(desktop, "#status-text") == "history", "it says history")
     shot(desktop, "history")
     keys(desktop, "l")
     until(lambda: text(desktop, "#status-text") == "live", "live again")
@@ -272,7 +276,7 @@ def test_another_address_is_a_choice_with_a_warning(scene: Scene, tmp_path: Path
         )  # fmt: skip
         assert process.stderr is not None
         try:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(WITHIN_S):
                 return (await process.stderr.readline()).decode()
         finally:
             process.terminate()
@@ -282,7 +286,7 @@ def test_another_address_is_a_choice_with_a_warning(scene: Scene, tmp_path: Path
 
 
 def test_a_narrow_screen_and_dark_mode(scene: Scene) -> None:
-    assert json.loads(urllib.request.urlopen(f"{scene.url}api/picture", timeout=90).read())["error"] is None
+    assert json.loads(urllib.request.urlopen(f"{scene.url}api/picture", timeout=WITHIN_S).read())["error"] is None
     scene.kill_the_victim()
     with browser(390, 844, dark=True) as phone:
         for path, name in (("", "overview"), (run_path(scene), "run"), ("#/peers", "peers")):
@@ -328,7 +332,7 @@ def test_hostile_records_change_nothing_but_a_warning(scene: Scene, desktop: Any
             tokens_per_s=1e21,
         )  # fmt: skip
         swarm.board.publish_run(RunView(run=false), Signer(mallory))
-        await swarm.board.flush()
+        await swarm.board.flush(timeout_s=WITHIN_S)
 
     scene.call(attack())
     open_page(desktop, scene)
@@ -342,7 +346,7 @@ def test_hostile_records_change_nothing_but_a_warning(scene: Scene, desktop: Any
     assert "\u202e" not in js(desktop, "document.body.innerText")
     open_page(desktop, scene, f"#/peer/{mallory.peer_id}")
     until(lambda: "beyond reason" in text(desktop, "#page-other"), "the peer's page says why")
-    assert "by its own word" in text(desktop, "#page-other")
+    reads(desktop, "#page-other", "by its own word")
     open_page(desktop, scene, run_path(scene))
     until(lambda: js(desktop, "document.querySelectorAll('.strip .stage').length") == 4, "the true run's own stages")
     assert mallory.peer_id[-8:] not in text(desktop, ".strip")
@@ -371,8 +375,17 @@ def test_forged_signatures_are_refused_and_told(scene: Scene, desktop: Any) -> N
     open_page(desktop, scene)
     seen = "document.getElementById('map').dataset.peers"
     peers = until(lambda: js(desktop, seen), "the map")
-    scene.call(attack())
-    until(lambda: "refused so far: forged" in text(desktop, "#notes"), "a warning")
+
+    def warned() -> bool:
+        """What is forged lives for 40 s, in which a busy machine may not look."""
+        nonlocal laid
+        if time.monotonic() - laid > 20.0:
+            scene.call(attack())
+            laid = time.monotonic()
+        return "refused so far: forged" in text(desktop, "#notes")
+
+    laid = -math.inf
+    until(warned, "a warning")
     shot(desktop, "forged")
     assert js(desktop, seen) == peers
     open_page(desktop, scene, f"#/peers?find={victim.peer_id.lower()}")
@@ -390,7 +403,7 @@ def test_a_killed_peer_shows_within_one_ttl_with_its_event(scene: Scene, desktop
 
     def is_red() -> bool:
         """Every look of the observer after one TTL says so, however seldom a busy machine lets it look."""
-        picture = json.loads(urllib.request.urlopen(f"{scene.url}api/picture", timeout=90).read())
+        picture = json.loads(urllib.request.urlopen(f"{scene.url}api/picture", timeout=WITHIN_S).read())
         (state,) = [p["state"] for p in picture["peers"] if p["peer"] == scene.victim]
         assert state == "silent" or picture["error"] or picture["time"] <= scene.killed_at + TTL_S
         return bool(js(desktop, "document.getElementById('map').dataset.silent") == "1")
@@ -399,8 +412,8 @@ def test_a_killed_peer_shows_within_one_ttl_with_its_event(scene: Scene, desktop
     until(lambda: f"..{scene.victim[-8:]} is silent" in text(desktop, ".events"), "its event")
     shot(desktop, "killed")
     asked = f"fetch('/api/events?peer={scene.victim}').then((r) => r.json())"
-    (event,) = [e for e in js(desktop, asked) if "is silent" in e["text"]]
-    assert event["time"] > scene.killed_at
+    silent = [e for e in js(desktop, asked) if "is silent" in e["text"] and e["time"] > scene.killed_at]
+    assert len(silent) == 1
     open_page(desktop, scene, f"#/peer/{scene.victim}")
     until(lambda: "is silent" in text(desktop, "#page-other .events"), "its event on its own page")
     assert complaints(desktop) == []

@@ -25,7 +25,7 @@ from peer.api import Run
 from peer.swarm_network import read_links
 from tests.cluster import plain
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 PEERS, STEPS = 6, 8
 
 
@@ -66,7 +66,7 @@ class Swarm:
         for process in self.running.values():
             process.terminate()
         for process in self.running.values():
-            process.wait(60)
+            process.wait(240)
             assert process.stdout is not None
             process.stdout.close()
 
@@ -77,7 +77,7 @@ class Swarm:
             transport = await p2p.start(self._identity, host_addresses=(), bootstrap=self.addresses, client_only=True)
             board = await Board.start(transport, client_only=True)
             try:
-                async with asyncio.timeout(400):
+                async with asyncio.timeout(600):
                     while True:
                         try:
                             peers = list(await board.peers())
@@ -123,6 +123,7 @@ def test_a_dead_stage_goes_to_the_leaders_nominee(swarm: Swarm, tmp_path: Path) 
     with Run(
         plain.gpt2(), data=batches, swarm=list(swarm.addresses), run_dir=tmp_path / "run", stages=2, compute=False,
         micro_batches=2, micro_batch_size=2, optimizer=fusion_p2p.SGD(lr=0.1), compression="none", save_every=2,
+        recover_s=300.0,
     ) as run:  # fmt: skip
         losses, killed, nominee = [], "", ""
         for step in run.steps(STEPS):

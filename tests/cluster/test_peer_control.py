@@ -50,7 +50,7 @@ from peer.ratelimit import Limiter
 from peer.trainer_host import Host, RunPaused
 from tests.cluster.volunteer_process import Peer
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 OWNER = signing.new_session_key()
 Volunteer = tuple[Peer, dict[str, Any]]
 
@@ -172,7 +172,7 @@ async def serving(host: Host) -> AsyncIterator[asyncio.Task[None]]:
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(300):
+        async with asyncio.timeout(700):
             await coroutine
 
     asyncio.run(bounded())
@@ -354,4 +354,4 @@ def test_leaving_tells_the_trainer(volunteer: Volunteer, tmp_path: Path) -> None
                 assert [f.code for f in t.faults] == ["leaving"]
 
     run(main())
-    assert process.process.wait(120) == 0
+    assert process.process.wait(240) == 0

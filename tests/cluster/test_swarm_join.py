@@ -15,9 +15,10 @@ from dht import p2p
 from dht.errors import SwarmUnreachable
 from dht.identity import Identity, load_or_create
 from peer.joining import FIRST_S, MOST_S, delay_s, join_patiently
+from tests.cluster.eventually import WITHIN_S
 from tests.cluster.swarm_cluster import Cluster
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(1200)
 DEAD = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{Identity.generate().peer_id}" for port in (9, 10)]
 
 
@@ -49,7 +50,7 @@ def test_four_peers_started_at_once_on_two_bootstraps_find_one_swarm(tmp_path: P
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
 def test_they_do_twenty_times_of_twenty(tmp_path: Path) -> None:
     for i in range(20):
         uvloop.run(four_at_once(tmp_path / str(i)))
@@ -84,7 +85,7 @@ def test_when_all_addresses_are_dead_it_names_each_and_keeps_trying_until_one_li
             await asyncio.sleep(0.05)
         assert all(a in said[0] for a in addresses) and "trying again in" in said[0]
         two = await p2p.start(tmp_path / "late", host_addresses=(f"/ip4/127.0.0.1/tcp/{port}",), bootstrap=())
-        async with asyncio.timeout(150):
+        async with asyncio.timeout(WITHIN_S):
             assert await joining
         assert late in await one.connected()
         with pytest.raises(SwarmUnreachable):

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 600.0
+TIMEOUT_S = 1200.0
 
 SMALL = """
 [run]
@@ -108,10 +108,10 @@ def wait_for_line(trainer: subprocess.Popen[str], pattern: str) -> str:
         said.append(line)
         if re.search(pattern, line):
             return line
-    raise AssertionError(f"the trainer ended with {trainer.wait(120)} before {pattern!r}: {''.join(said)[-3000:]}")
+    raise AssertionError(f"the trainer ended with {trainer.wait(240)} before {pattern!r}: {''.join(said)[-3000:]}")
 
 
-def rest_of(trainer: subprocess.Popen[str], timeout_s: float = 240.0) -> str:
+def rest_of(trainer: subprocess.Popen[str], timeout_s: float = 600.0) -> str:
     """All that it says from here to its end. (`communicate` would lose what `wait_for_line` has in its buffer.)"""
     assert trainer.stdout is not None
     too_long = threading.Timer(timeout_s, trainer.kill)

@@ -35,7 +35,7 @@ class Peer:
             )  # fmt: skip
         os.close(write_end)
 
-    def event(self, name: str, timeout_s: float = 180.0) -> dict[str, Any]:
+    def event(self, name: str, timeout_s: float = 400.0) -> dict[str, Any]:
         """The next JSON line, which must be this event."""
         end = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
@@ -54,7 +54,7 @@ class Peer:
     def executor(self) -> psutil.Process:
         return next(p for p in self.children() if "peer.executor" in p.cmdline())
 
-    def end(self, number: int = signal.SIGTERM, timeout_s: float = 120.0) -> int:
+    def end(self, number: int = signal.SIGTERM, timeout_s: float = 240.0) -> int:
         """Signal it; its exit code. 10 s are promised, on a machine that is not this busy."""
         self.process.send_signal(number)
         return self.process.wait(timeout_s)

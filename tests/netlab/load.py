@@ -36,7 +36,7 @@ async def probe(transport: P2PTransport, host: str) -> None:
 
     prober = Prober(transport, Beat, seen_at=seen_at)
     found: list[tuple[float, float]] = []
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(400):
         while len(found) < PROBES:
             with contextlib.suppress(ProbeBusy):  # it measures with another one
                 found.append(await prober.rates(host.rpartition("/")[2]))
@@ -51,7 +51,7 @@ async def take(stream: Stream) -> None:
 
 async def send(dial: SelfDial, peer: str, host: str) -> None:
     await dial.connect(peer, (circuit(host, peer),))
-    stream = await dial.open_stream(peer, BLOBS, timeout_s=30.0)
+    stream = await dial.open_stream(peer, BLOBS, timeout_s=120.0)
     stdin = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     while not stdin.done():
         stream.writer.write(bytes(1 << 16))
@@ -72,7 +72,7 @@ async def main(folder: Path, host: str, what: str, peer: str) -> None:
         service.found("none", await transport.addresses())
         if what == "take":
             await dial.serve(BLOBS, take)
-            assert await service.pipes.until_rested(60)
+            assert await service.pipes.until_rested(300)
             print(transport.peer_id, flush=True)
             await asyncio.to_thread(sys.stdin.read)
         else:

@@ -23,7 +23,8 @@ from peer.lab.netns import NETNS, Lab, prefix, sweep, unsupported
 from tests.cluster import plain
 
 SKIP = unsupported()
-pytestmark = [pytest.mark.root, pytest.mark.timeout(400), pytest.mark.skipif(bool(SKIP), reason=SKIP)]
+TRIES = 5
+pytestmark = [pytest.mark.root, pytest.mark.timeout(1200), pytest.mark.skipif(bool(SKIP), reason=SKIP)]
 
 BED = """{"gpus": {"core": [0.05, 2, 4]}, "testbeds": {"two": {"intra_node": [50, 0.1], "intra_site": [50, 0.1],
 "cores": 1.6, "sites": [{"name": "A", "gpu": "core", "count": 1}, {"name": "B", "gpu": "core", "count": 1}],
@@ -40,10 +41,14 @@ def test_links_deliver_and_two_peers_train_across_one(tmp_path: Path) -> None:
     bed = load_bed(tmp_path / "bed.json")
     with Lab(bed) as lab:
         assert left(prefix())
-        links = measure(lab, seconds=1.0)
         # On a loaded machine the sender may not get the CPU that 20 Mbps take; too much must not pass in any case.
-        assert {(d.src, d.dst) for d in links} == {("A0", "B0"), ("B0", "A0")}
-        assert all(0.5 < d.of_configured < 1.1 for d in links), table(links)
+        for _ in range(TRIES):
+            links = measure(lab, seconds=1.0)
+            assert {(d.src, d.dst) for d in links} == {("A0", "B0"), ("B0", "A0")}
+            assert all(d.of_configured < 1.1 for d in links), table(links)
+            if all(d.of_configured > 0.5 for d in links):
+                break
+        assert all(d.of_configured > 0.5 for d in links), table(links)
         with (
             lab.inside(),
             LabSwarm(lab) as swarm,
@@ -75,7 +80,7 @@ def test_a_long_link_is_late_both_ways_and_can_be_cut(tmp_path: Path) -> None:
         a, b = lab.bed.peers
         with lab.listen(b.name, b.address) as server:
             port = server.getsockname()[1]
-            near = lab.at(a.name, lambda: socket.create_connection((b.address, port), 10))
+            near = lab.at(a.name, lambda: socket.create_connection((b.address, port), 120))
             far, _ = server.accept()
         with near, far:
             for end in (near, far):
@@ -95,7 +100,7 @@ def test_a_long_link_is_late_both_ways_and_can_be_cut(tmp_path: Path) -> None:
             with pytest.raises(TimeoutError):
                 far.recv(10)
             lab.delays.set(0, Rules(delay_s={1: 0.04}))
-            far.settimeout(20)
+            far.settimeout(120)
             assert far.recv(10) == b"lost", "TCP sends it again"
     assert not left(prefix())
 
@@ -123,7 +128,7 @@ def test_what_a_killed_owner_leaves_is_swept_and_a_living_owners_lab_is_not(tmp_
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait()
     sweep()  # or another lab of this machine, which begins just now: it does the same
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     while left(start):
         assert time.monotonic() < until, left(start)
         time.sleep(0.1)

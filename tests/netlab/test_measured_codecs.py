@@ -16,7 +16,7 @@ from tests.netlab.test_lab import BED
 
 SKIP = unsupported()
 SIZE = 16
-pytestmark = [pytest.mark.root, pytest.mark.timeout(400), pytest.mark.skipif(bool(SKIP), reason=SKIP)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(1800), pytest.mark.skipif(bool(SKIP), reason=SKIP)]
 
 
 def test_codecs_and_operators_are_measured_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

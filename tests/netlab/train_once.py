@@ -26,7 +26,7 @@ def main(folder: Path, steps: int, peers: list[str], swarm: list[str]) -> None:
     with Run(
         model, data=plain.token_batches(steps, SAMPLES), swarm=swarm, run_dir=folder, allow_peers=peers,
         stages=2, compute=False, micro_batches=SAMPLES // MICRO, micro_batch_size=MICRO, optimizer=SGD(lr=0.1),
-        compression="none", save_every=0, on=[lambda h: say("heard", what=repr(h)[:300])],
+        compression="none", save_every=0, recover_s=300.0, on=[lambda h: say("heard", what=repr(h)[:300])],
     ) as run:  # fmt: skip
         say("ready", hosts=[s.peer for s in run.plan().placement])
         sys.stdin.readline()

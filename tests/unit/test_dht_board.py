@@ -115,7 +115,7 @@ def test_torch_is_not_loaded_by_us_and_does_not_disturb(first: str) -> None:
     if first:
         pytest.importorskip("torch")
     program = f"{first}\nimport sys\nfrom dht._hivemind import node_parts\nnode_parts()\nprint('torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
     assert out.stdout.strip() == str(bool(first))
 
 

@@ -32,7 +32,10 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     text = re.sub(r"ExecStart=\S+", f"ExecStart={program}", UNIT.read_text("utf-8"))
     (tmp_path / "fusion-peer.service").write_text(text)
     done = subprocess.run(
-        ["systemd-analyze", "verify", str(tmp_path / "fusion-peer.service")], capture_output=True, text=True, timeout=60
+        ["systemd-analyze", "verify", str(tmp_path / "fusion-peer.service")],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert "fusion-peer.service" not in done.stderr, done.stderr

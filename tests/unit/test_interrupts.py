@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 STUCK = """
@@ -26,7 +27,14 @@ with interrupts.undisturbed():
 """
 
 
-@pytest.mark.timeout(400)
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # dead, but nobody here reaps it
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("budget", "signals"), [("0.3", [signal.SIGINT]), ("500", [signal.SIGINT, signal.SIGTERM])])
 def test_a_hanging_process_ends_after_its_budget_or_at_the_second_signal(budget: str, signals: list[int]) -> None:
     process = subprocess.Popen([sys.executable, "-c", STUCK, budget], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -36,8 +44,8 @@ def test_a_hanging_process_ends_after_its_budget_or_at_the_second_signal(budget:
         process.send_signal(number)
     word = {130: "Ctrl-C", 143: "SIGTERM"}[process.wait(200)]  # the system may deliver the second one first
     assert not Path(folder).exists()
-    until = time.monotonic() + 60
-    while Path(f"/proc/{pid}").exists():  # killed, and no child of this process
+    until = time.monotonic() + 150
+    while runs(int(pid)):  # killed, and no child of this process
         assert time.monotonic() < until
         time.sleep(0.05)
     assert process.stderr is not None

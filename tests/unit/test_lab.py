@@ -157,7 +157,7 @@ def test_a_duty_cycle_stops_a_process_for_a_while_and_lets_it_go_in_the_end() ->
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
         duty = DutyCycle(process.pid, 0.1)
         try:
-            end, seen = time.monotonic() + 20, set[str]()
+            end, seen = time.monotonic() + 200, set[str]()
             while len(seen & {"stopped", "sleeping"}) < 2 and time.monotonic() < end:
                 seen.add(psutil.Process(process.pid).status())
                 time.sleep(0.003)

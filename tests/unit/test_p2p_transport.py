@@ -29,7 +29,7 @@ class Flaky:
         self.died.clear()
         return "it ended"
 
-    async def identify(self, *, timeout_s: float) -> tuple[str, tuple[str, ...]]:
+    async def identify(self, *, timeout_s: float = 1.0) -> tuple[str, tuple[str, ...]]:
         if self.failures:
             raise self.failures.pop(0)
         return "", ()

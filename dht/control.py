@@ -135,14 +135,16 @@ class ControlClient:
         _raise_if_failed(response, what, peer_id)
 
     async def list_peers(self, *, timeout_s: float = ANSWER_S) -> dict[str, tuple[str, ...]]:
-        """Connected peers and the addresses of their connections. Peers without an Ed25519 id are left out."""
+        """Connected peers and the addresses of their connections, of which one peer may have several, as by way of a
+        relay and direct. Peers without an Ed25519 id are left out."""
         async with self._errors("listing connected peers", timeout_s):
             response = await self._call(pb().Request(type=pb().Request.LIST_PEERS))
         _raise_if_failed(response, "listing connected peers")
         found: dict[str, tuple[str, ...]] = {}
         for peer in response.peers:
             try:
-                found[peer_id_text(peer.id)] = tuple(addresses.from_bytes(a) for a in peer.addrs)
+                name = peer_id_text(peer.id)
+                found[name] = (*found.get(name, ()), *(addresses.from_bytes(a) for a in peer.addrs))
             except InputError:
                 continue
         return found

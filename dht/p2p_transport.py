@@ -21,6 +21,7 @@ from dht._hivemind import pb
 from dht.control import ANSWER_S, SOCKET_BUFFER_BYTES, STREAM_LIMIT_BYTES, ControlClient, read_message
 from dht.door import TOKEN_BYTES, Door
 from dht.errors import DhtError, P2pdGone, PeerUnreachable, SwarmUnreachable, TransportError
+from dht.gate import Gate
 from dht.identity import Identity, peer_id_text
 from dht.p2pd import P2pd, P2pdConfig, SocketFolder
 from dht.pacing import Pacer
@@ -74,6 +75,7 @@ class P2PTransport:
         self._folder, self._identity_lock = folder, identity_lock
         self._daemon: P2pd | None = None
         self._config: P2pdConfig | None = None
+        self._gate: Gate | None = None
 
     async def begin(self, config: P2pdConfig, *, join: bool, timeout_s: float) -> None:
         """The owner's start: p2pd comes up, its port is kept over restarts, with `join` the swarm is joined. On failure
@@ -86,9 +88,15 @@ class P2PTransport:
             a if addresses.tcp_port(a) or not port else addresses.with_tcp_port(a, port) for a in config.host_addresses
         )
         self._config = replace(config, host_addresses=kept)
+        self._set_gate(self._daemon, self._config)
         self.watch()
         if join:
             await self.join(timeout_s=timeout_s)
+
+    def _set_gate(self, daemon: P2pd, config: P2pdConfig) -> None:
+        if config.nat:  # who listens on loopback only has no strangers
+            self._gate = Gate(self.client, daemon.process.pid, config.host_addresses)
+            self._gate.start()
 
     def watch(self) -> None:
         """From now on p2pd's death is noticed."""
@@ -233,6 +241,8 @@ class P2PTransport:
         if self._supervisor is not None:
             self._supervisor.cancel()
             await asyncio.wait({self._supervisor})
+        if self._gate is not None:
+            await self._gate.close()
         if self._daemon is None:
             for protocol in self._handlers:
                 with contextlib.suppress(TransportError):
@@ -362,8 +372,11 @@ class P2PTransport:
 
     async def _come_back(self) -> None:
         if self._daemon is not None and self._config is not None and self._folder is not None:
+            if self._gate is not None:
+                await self._gate.close()
             await self._daemon.stop()
             self._daemon = await P2pd.start(self._config, self._folder)
+            self._set_gate(self._daemon, self._config)
         else:
             await self.client.identify()
         for protocol in list(self._handlers):

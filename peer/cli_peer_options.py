@@ -102,9 +102,15 @@ def _add_join(sub: argparse.ArgumentParser) -> None:
         "--memory",
         type=_size,
         metavar="SIZE",
-        help="most memory that stages may take, 6GiB (default: 80%% of what is free)",
+        help="most memory that stages and what computes them may take, 6GiB; the peer itself takes up to 0.25GiB "
+        "beside (default: 80%% of what is free)",
     )
-    add("--threads", type=_threads, metavar="N", help="CPU threads (default: all cores)")
+    add(
+        "--threads",
+        type=_threads,
+        metavar="N",
+        help="CPU threads that compute; sending and receiving take a part of another (default: all cores)",
+    )
     add("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda:0, cuda:all (default: auto)")
     add(
         "--framework",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -48,10 +49,13 @@ from peer.protocol import (
 )
 from peer.ratelimit import Limiter
 from peer.trainer_host import Host, RunPaused
+from tests.cluster.outside import Resident
 from tests.cluster.volunteer_process import Peer
 
 pytestmark = pytest.mark.timeout(900)
 OWNER = signing.new_session_key()
+TWO_THREADS = Numerics(cuts=(), micro_batches=2, micro_batch_size=4, threads=2)
+BESIDE_BYTES = 256 << 20  # what --help says that a peer takes beside --memory
 Volunteer = tuple[Peer, dict[str, Any]]
 
 
@@ -271,6 +275,7 @@ def test_who_may_lead_and_what_is_believed(volunteer: Volunteer, tmp_path: Path)
                     (first.offer(peer["peer"], key=signing.new_session_key()), "signature"),
                     (first.offer(first.transport.peer_id), "signature"),
                     (first.offer(peer["peer"], device="cuda:0"), "policy"),
+                    (first.offer(peer["peer"], numerics=TWO_THREADS), "policy"),
                     (first.offer(peer["peer"], opdag=b"{}"), "admission"),
                     (first.offer(peer["peer"], opdag=b""), "admission"),
                 ):
@@ -291,7 +296,8 @@ def test_who_may_lead_and_what_is_believed(volunteer: Volunteer, tmp_path: Path)
 
 
 def test_too_little_memory_is_a_refusal_with_figures(volunteer: Volunteer, tmp_path: Path) -> None:
-    """Too large a state, then too large a step; the executor survives both and takes the next stage."""
+    """Too large a state, then too large a step; the executor survives both and takes the next stage. As seen from
+    outside it never holds more than --memory."""
     process, peer = volunteer
     executor = process.executor().pid
 
@@ -312,8 +318,15 @@ def test_too_little_memory_is_a_refusal_with_figures(volunteer: Volunteer, tmp_p
                 assert caught.value.needed > caught.value.cap
                 await host.offer(t.offer(peer["peer"]), 0)
 
-    run(main())
+    with Resident(process.executor()) as seen:
+        run(main())
     assert process.executor().pid == executor
+    cap = 600 << 20
+    print(f"resident: {seen.first_bytes >> 20} MiB before, {seen.most_bytes >> 20} at most, --memory {cap >> 20}")
+    assert seen.most_bytes <= cap
+    assert seen.most_bytes > seen.first_bytes + (cap - seen.first_bytes) // 3, "nothing tried to pass it"
+    beside = [p for p in (psutil.Process(process.process.pid), *process.children()) if p.pid != executor]
+    assert sum(p.memory_info().rss for p in beside) <= BESIDE_BYTES
 
 
 def test_a_dead_executor_is_reported_and_the_next_offer_is_taken(volunteer: Volunteer, tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import signal
+import socket
 import time
 from pathlib import Path
 
@@ -12,9 +15,12 @@ import pytest
 import uvloop
 
 from dht import addresses, p2p
+from dht.door import range_of
 from dht.errors import SwarmUnreachable
+from dht.gate import MAX_PENDING_PER_RANGE, _attach, _beside, program, remotes
 from dht.node import Board
 from dht.p2pd import MAX_FILES
+from dht.probe import dial
 from dht.transport import Stream, StreamHandler
 from tests.cluster.eventually import WITHIN_S, comes
 from tests.dht_samples import peer_record
@@ -164,24 +170,86 @@ def test_a_download_cap_holds_as_seen_by_the_sender(tmp_path: Path) -> None:
     uvloop.run(main())
 
 
-def test_a_storm_of_connections_that_never_speak_stops_nobody(tmp_path: Path) -> None:
-    """Before authentication only p2pd sees a connection: its files and memory bound what a storm takes."""
+async def silent_from(ip: str, port: int, count: int) -> list[asyncio.StreamWriter]:
+    """Connections from a loopback address that say nothing."""
+    made = await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port, local_addr=(ip, 0)) for _ in range(count)))
+    return [writer for _, writer in made]
+
+
+def held(port: int, prefix: str) -> int:
+    """How many connections from `prefix` the host has at `port`, by the kernel's own table."""
+    return sum(ip.startswith(prefix) for ip, _ in remotes(Path("/proc/net/tcp").read_text("ascii"), port))
+
+
+def test_a_storm_from_one_address_range_is_turned_away_before_it_authenticates_and_stops_nobody(
+    tmp_path: Path,
+) -> None:
+    """p2pd listens on all addresses, so that the gate stands; every address of 127.0.0.0/8 is this host's."""
 
     async def main() -> None:
-        a = await p2p.start(tmp_path / "a", host_addresses=p2p.LOOPBACK)
+        a = await p2p.start(tmp_path / "a", host_addresses=p2p.ANY_ADDRESS)
         await a.serve("/fusion/1/echo", echo)
         process = psutil.Process(a.p2pd_pid)
         assert process.rlimit(psutil.RLIMIT_NOFILE)[1] <= MAX_FILES
         before = process.memory_info().rss
         port = addresses.tcp_port((await a.addresses())[0])
-        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(300)]
-        b = await p2p.start(tmp_path / "b", host_addresses=p2p.LOOPBACK, bootstrap=await a.addresses())
-        assert await asks(b, a.peer_id) == b"ping"
+        boot = (f"/ip4/127.0.0.1/tcp/{port}/p2p/{a.peer_id}",)
+        b = await p2p.start(tmp_path / "b", host_addresses=p2p.LOOPBACK, bootstrap=boot)
+        gate = a._gate
+        assert gate is not None and gate.shut == frozenset()
+        silent = await silent_from("127.9.1.5", port, MAX_PENDING_PER_RANGE + 8)
+        async with asyncio.timeout(60):
+            while gate.shut != {"127.9.1.0/24"}:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        more = [asyncio.create_task(silent_from(f"127.9.1.{k}", port, 5)) for k in range(100, 140)]
+        c = await p2p.start(tmp_path / "c", host_addresses=p2p.LOOPBACK, bootstrap=boot)
+        for one in (b, c):
+            assert await asks(one, a.peer_id) == b"ping"
+        assert await dial("127.0.0.1", port, timeout_s=60) == "open"
+        assert held(port, "127.9.1.") <= MAX_PENDING_PER_RANGE + 8 + 4, "of 200 that came later"
         assert process.memory_info().rss - before < 64 << 20
-        for _, writer in silent:
+        for task in more:
+            task.cancel()
+        for result in await asyncio.gather(*more, return_exceptions=True):
+            silent += result if isinstance(result, list) else []
+        for writer in silent:
             writer.close()
-        assert await asks(b, a.peer_id) == b"ping"
-        await b.close()
-        await a.close()
+        async with asyncio.timeout(60):
+            while gate.shut:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        (late,) = await silent_from("127.9.1.5", port, 1)  # such as were turned away are let in again
+        late.close()
+        os.kill(process.pid, signal.SIGKILL)
+        async with asyncio.timeout(120):
+            while a._gate is gate or await dial("127.0.0.1", port, timeout_s=5) != "open":  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert a._gate is not None and len(a._gate._sockets) == 1  # it stands before the new p2pd as well
+        for part in (c, b, a):
+            await part.close()
 
     uvloop.run(main())
+
+
+@pytest.mark.parametrize(("host", "source", "other"), [("127.0.0.1", "127.9.1.5", "127.9.2.5"), ("::1", "::1", "")])
+def test_the_kernel_tells_ranges_apart(host: str, source: str, other: str) -> None:
+    """Two sockets in a group: the first has everybody's connections, the second those of the ranges named."""
+    v6 = ":" in host
+    family = socket.AF_INET6 if v6 else socket.AF_INET
+    with socket.socket(family) as first:
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        first.bind((host, 0))
+        first.listen()
+        port = first.getsockname()[1]
+        with _beside(f"/ip{6 if v6 else 4}/{host}/tcp/{port}") as second:
+            second.listen(8)
+            second.setblocking(True)
+            crowd = [f"10.{k}.0.0/24" for k in range(200)] + [f"2001:db8:{k:x}::/48" for k in range(200)]
+            for shut, taker in (((), first), (crowd, first), ([*crowd, range_of(source)], second), ((), first)):
+                _attach(second, program(shut, v6=v6))
+                with socket.create_connection((host, port), 30, (source, 0)) as made:
+                    taker.settimeout(30)
+                    assert taker.accept()[1][:2] == made.getsockname()[:2]
+            if other:
+                _attach(second, program([range_of(source)], v6=v6))
+                with socket.create_connection((host, port), 30, (other, 0)):
+                    first.accept()

@@ -19,7 +19,7 @@ import psutil
 class Peer:
     """Started in a session of its own; `close` leaves nothing behind."""
 
-    def __init__(self, home: Path, *arguments: str, memory: str = "1GiB") -> None:
+    def __init__(self, home: Path, *arguments: str, memory: str = "1GiB", threads: int = 1) -> None:
         self.home = home
         self._lines, write_end = os.pipe()
         self._buffer = b""
@@ -29,7 +29,7 @@ class Peer:
             self.process = subprocess.Popen(
                 [
                     sys.executable, "-m", "peer.cli_peer", "join", *arguments, "--loopback", "--home", str(home),
-                    "--threads", "1", "--memory", memory, "--ready-fd", str(write_end),
+                    "--threads", str(threads), "--memory", memory, "--ready-fd", str(write_end),
                 ],
                 pass_fds=(write_end,), stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip

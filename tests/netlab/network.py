@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-_SUBNET = "11.7.0"  # libp2p's AutoNAT dials addresses only that it takes for public ones
 _NFT = 10 << 8
 _BATCH_BEGIN, _BATCH_END, _ERROR = 0x10, 0x11, 2
 _NEW_TABLE, _NEW_CHAIN, _NEW_RULE = 0, 3, 6
@@ -65,7 +64,8 @@ class Internet:
         return ["ip", "netns", "exec", self._ns(name), *argv]
 
     def address(self, name: str) -> str:
-        return f"{_SUBNET}.{list(self._nat).index(name) + 1}"
+        """11.N.0.1: libp2p's AutoNAT dials only what it takes for public. Each peer has an address range of its own."""
+        return _address(list(self._nat).index(name) + 1)
 
     def unplug(self, name: str) -> None:
         """Cut the cable between this peer and the others."""
@@ -92,7 +92,7 @@ class Internet:
         self._space(outer)
         self._cable("net", f"p{number}", outer, "wan")
         self._in("net", f"ip link set p{number} master bridge0")
-        self._in(outer, f"ip addr add {_SUBNET}.{number}/24 dev wan")
+        self._in(outer, f"ip addr add {_address(number)}/8 dev wan")
         if not nat:
             self._block_udp(name)
             return
@@ -114,6 +114,10 @@ class Internet:
     def _block_udp(self, name: str) -> None:
         if not self._udp:
             self._in(name, "ip rule add ipproto udp prohibit")
+
+
+def _address(number: int) -> str:
+    return f"11.{number}.0.1"
 
 
 def unavailable() -> str:

@@ -31,7 +31,7 @@ from fusion_p2p.planner.gantt import svg
 from fusion_p2p.planner.replicas import ReplicaPlan, best_replicas, pays
 from fusion_p2p.planner.testbed import testbed_names
 
-GATHER_S = 20.0  # for volunteers to be seen and to have measured their devices
+GATHER_S = 60.0  # for volunteers to be seen and to have measured their devices
 LADDERS = ("default", "adatopk:PERCENT", "dense", "topk", "topk:RATIO")
 
 

@@ -19,7 +19,7 @@ from peer.swarm_network import offers_of, read_links
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5  # between looks at the board while volunteers are awaited
-_LINKS_S = 10.0  # to read what was measured; a plan does without rather than wait longer
+_LINKS_S = 30.0  # to read what was measured; a plan does without rather than wait longer
 
 
 class Swarm:

@@ -21,6 +21,7 @@ from peer.caps import PAYLOAD
 from peer.errors import PeerError
 from peer.pipe_host import PipeHost
 from peer.pipes import Pipes
+from peer.punching import Punching
 from peer.selfdial import SelfDial
 
 ReachWord = Literal["", "direct", "relay", "none"]
@@ -35,6 +36,7 @@ class PipeService:
     def __init__(self, transport: P2PTransport, board: Board, pipes: Pipes, host: PipeHost | None) -> None:
         self._transport, self._board = transport, board
         self.pipes, self.host = pipes, host
+        self._punching = Punching(transport, pipes, find=self._relayed)
 
     @classmethod
     async def start(
@@ -79,6 +81,7 @@ class PipeService:
             self.pipes.dialled_at = public_addresses(own)[:4]
         elif reach:
             self.pipes.rest()
+            self._punching.start()
             self._board.keep_nothing()  # others would wait for this node in vain
 
     def addresses(self, own: Iterable[str]) -> tuple[str, ...]:
@@ -88,7 +91,13 @@ class PipeService:
         piped = dict.fromkeys((*self.pipes.addresses(), *relayed))
         return (*direct[:MAX_DIRECT], *list(piped)[:MAX_PIPED])
 
+    async def _relayed(self, peer: str) -> tuple[str, ...]:
+        """Addresses of `peer` by way of others, as it has published them."""
+        known = next((p for p in await self._board.peers(timeout_s=5.0) if p.peer == peer), None)
+        return () if known is None else tuple(a for a in known.addresses if addresses.is_relayed(a))
+
     async def close(self) -> None:
+        await self._punching.close()
         await self.pipes.close()
 
 

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +44,7 @@ from peer.pipe_host import (
     beat,
 )
 from peer.pipe_seal import Sealed
+from peer.protocol import data_protocol
 
 log = logging.getLogger("peer.pipes")
 
@@ -106,6 +107,8 @@ class Pipes:
         self._failures: Counter[str] = Counter()  # by host: who failed least is tried first
         self._tasks: set[asyncio.Task[None]] = set()
         self._answering = 0
+        self._talks: Counter[str] = Counter()  # streams through pipes now, either way, by peer
+        self._calls: dict[asyncio.Task[None], str] = {}  # those of tensors that this peer opened, to whom
         self._server: asyncio.Server | None = None
         self._resting: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
@@ -135,6 +138,27 @@ class Pipes:
                     self._news.clear()
                     await self._news.wait()
         return bool(self._rested)
+
+    @property
+    def talking(self) -> frozenset[str]:
+        """Peers that streams go to, or come from, through pipes now."""
+        return frozenset(self._talks)
+
+    def end_calls(self, peer: str) -> int:
+        """End the tensor streams to `peer` that this peer opened, and how many; their channels open others."""
+        calls = [task for task, to in self._calls.items() if to == peer]
+        for task in calls:
+            task.cancel()
+        return len(calls)
+
+    @contextlib.contextmanager
+    def _talk_with(self, peer: str) -> Iterator[None]:
+        self._talks[peer] += 1
+        try:
+            yield
+        finally:
+            self._talks[peer] -= 1
+            self._talks += Counter()  # drops what is zero
 
     async def close(self) -> None:
         if self._server is not None:
@@ -244,7 +268,7 @@ class Pipes:
         finally:
             self._answering -= 1
         try:
-            with contextlib.suppress(*_FAILURES):
+            with contextlib.suppress(*_FAILURES), self._talk_with(ring.caller):
                 await pipe_seal.pump(sealed, local.reader, local.writer)
         finally:
             self._gate.leave(ring.caller, "")
@@ -274,14 +298,19 @@ class Pipes:
             found = await self._call(wanted)
             if isinstance(found, Sealed):
                 await talk.send(Joined(), timeout_s=SEND_S)
-                await pipe_seal.pump(found, reader, writer)
+                if task is not None and wanted.protocol.startswith(data_protocol("")):
+                    self._calls[task] = wanted.peer
+                with self._talk_with(wanted.peer):
+                    await pipe_seal.pump(found, reader, writer)
             else:
                 await talk.send(found, timeout_s=SEND_S)
         except asyncio.CancelledError:
-            pass  # this peer leaves
+            pass  # this peer leaves, or there is a better way
         except _FAILURES as error:
             log.info("a stream through a pipe ended: %s", error or type(error).__name__)
         finally:
+            if task is not None:
+                self._calls.pop(task, None)
             writer.close()
 
     async def _call(self, wanted: Through) -> Sealed | Direct | Refuse:

@@ -218,7 +218,8 @@ def reach_findings(reaches: list[Reach], port: int, *, relays: list[str], pipes:
         return [first, Finding(name="reachable", ok=True, text=f"yes: another peer dialled TCP {port}")]
     through = f"; {len(relays)} relays for signalling" if relays else "; it has no relay yet"
     through += (
-        f", {pipes} peers offer pipes for tensors (holes in routers are punched by luck only)"
+        f", {pipes} peers offer pipes for tensors; with a peer that cannot be dialled either it connects "
+        "directly after some minutes, if both routers keep ports"
         if pipes
         else ". It trains with peers that can be dialled; with others like itself only through a public peer that "
         "offers a pipe (fusion-peer join --relay-mbps 50), and none does here"

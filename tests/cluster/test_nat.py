@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dht.addresses import is_relayed
 from tests.cluster import plain
 from tests.netlab.network import Internet, unavailable
 from tests.netlab.train_once import MICRO, SAMPLES
@@ -174,3 +175,86 @@ def test_after_an_outage_of_three_minutes_a_peer_is_back_within_60_s(tmp_path: P
         finally:
             for node in reversed(nodes):
                 node.close()
+
+
+class Bare:
+    """`tests.netlab.punch_peer` in a namespace."""
+
+    def __init__(self, net: Internet, name: str, folder: Path, kind: str, *boot: str) -> None:
+        (folder / name).mkdir()
+        self.log = folder / name / "log.txt"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                net.command(
+                    name, sys.executable, "-m", "tests.netlab.punch_peer", str(folder / name), kind, *boot
+                ),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT,
+            )  # fmt: skip
+        own = self._line()
+        self.peer = own[0].rpartition("/")[2]
+        self.address = f"/ip4/{net.address(name)}/tcp/4001/p2p/{self.peer}"
+
+    def _line(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.log.read_text()
+        return json.loads(line)
+
+    def ask(self, what: str, peer: str = "") -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([what, peer]) + "\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(60)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdout.close()
+
+
+@pytest.mark.soak
+def test_two_private_peers_end_with_a_direct_connection_and_leave_their_pipe(tmp_path: Path) -> None:
+    """Routers that keep ports and drop what nobody inside asked for. The hole is punched in a quiet moment."""
+    publics = [f"pub{k}" for k in range(4)]  # libp2p believes an address once four others have seen it
+    with Internet((*publics, "home1/cone", "home2/cone")) as net, contextlib.ExitStack() as stack:
+        boot: list[str] = []
+        hosts: list[Bare] = []
+        for name in publics:
+            hosts.append(stack.enter_context(contextlib.closing(Bare(net, name, tmp_path, "public", *boot))))
+            boot.append(hosts[-1].address)
+        one, two = (
+            stack.enter_context(contextlib.closing(Bare(net, name, tmp_path, "private", *boot)))
+            for name in ("home1", "home2")
+        )
+        end = time.monotonic() + 700
+
+        def until(what: str, found: Callable[[], bool]) -> None:
+            while not found():
+                assert time.monotonic() < end, f"{what}\n{one.log.read_text()}{two.log.read_text()}"
+                time.sleep(1)
+
+        def piped() -> int:
+            return sum(int(host.ask("piped")) for host in hosts)
+
+        def direct() -> bool:
+            one.ask("say", two.peer)  # keeps the stream in use, and opens another when it has ended
+            ways = one.ask("connected", two.peer), two.ask("connected", one.peer)
+            return all(any(not is_relayed(a) for a in way) for way in ways)
+
+        until("they rest", lambda: bool(one.ask("rested")) and bool(two.ask("rested")))
+        until("they talk", lambda: one.ask("say", two.peer) == "ping")
+        assert piped() > 0
+        begun = time.monotonic()
+        until("a direct connection", direct)
+        print(f"connected directly after {time.monotonic() - begun:.0f} s")
+
+        def left() -> bool:
+            before = piped()
+            return [one.ask("say", two.peer) for _ in range(5)] == ["ping"] * 5 and piped() == before
+
+        until("the stream leaves the pipe", left)

@@ -21,7 +21,7 @@ from peer.pipe_host import PIPE, PipeHost
 from peer.pipe_seal import Handshake, Sealer, Unreadable
 from peer.pipe_service import pipe_hosts
 from peer.pipes import Pipes, circuit, hosts_of
-from peer.protocol import BLOBS, CONTROL
+from peer.protocol import BLOBS, CONTROL, data_protocol
 from peer.selfdial import SelfDial
 from tests.memory_transport import MemoryTransport, Network
 
@@ -159,6 +159,35 @@ def test_a_pipe_stays_while_one_end_only_listens_and_goes_once_both_are_silent(
             async with asyncio.timeout(120):
                 assert await stream.reader.read(-1) == b"snapshot" * 8
             stream.writer.close()
+
+    asyncio.run(main())
+
+
+def test_tensor_streams_can_be_called_back_and_others_stay(tmp_path: Path) -> None:
+    """As they are once there is a direct connection: whoever wrote to them opens others."""
+
+    async def main() -> None:
+        async with world(tmp_path) as w:
+            caller, called = w.peers
+            there = called.dial.peer_id
+            await called.dial.serve(data_protocol("x"), echo)
+            assert not caller.pipes.talking
+            tensors = await caller.dial.open_stream(there, data_protocol("x"))
+            control = await caller.dial.open_stream(there, CONTROL)
+            async with asyncio.timeout(60):
+                for stream in (tensors, control):
+                    assert await stream.reader.readexactly(len(caller.dial.peer_id))
+                assert caller.pipes.talking == {there} and called.pipes.talking == {caller.dial.peer_id}
+                assert called.pipes.end_calls(caller.dial.peer_id) == 0  # it opened none
+                assert caller.pipes.end_calls(there) == 1
+                assert await tensors.reader.read(1) == b""
+            control.writer.write(b"still here")
+            async with asyncio.timeout(60):
+                assert await control.reader.readexactly(10) == b"still here"
+            control.writer.close()
+            async with asyncio.timeout(60):
+                while caller.pipes.talking or called.pipes.talking:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
 
     asyncio.run(main())
 

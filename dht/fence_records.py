@@ -24,6 +24,8 @@ MAX_LINKS = 12
 MAX_FENCE_LINKS = 12
 MAX_SPARES = 8
 MAX_NOMINEES = 8
+MEMBERS_STAY_S = 45.0  # that a fence is read on after its last leader: until a member has stood, or all have left
+MAX_LED_LATELY = 256  # of those
 PROBE_SLOTS = 8  # an eighth of a fence probes at a time
 
 FenceId = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
@@ -165,6 +167,21 @@ def leads(records: Iterable[Lead], now: float) -> dict[str, Lead]:
         if known is None or rank(record) > rank(known):
             best[record.fence] = record
     return best
+
+
+class LedLately:
+    """Which fences to read: those that are led, and those that were until lately. Pure."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, float] = {}
+
+    def see(self, led: Iterable[str], now: float) -> list[str]:
+        """`led`: the fences that the index names at swarm time `now`."""
+        named = dict.fromkeys(led, now + MEMBERS_STAY_S)
+        lately = {fence: until for fence, until in self._until.items() if until >= now and fence not in named}
+        latest = sorted(lately, key=lambda fence: -lately[fence])[:MAX_LED_LATELY]
+        self._until = named | {fence: lately[fence] for fence in latest}
+        return sorted(self._until)
 
 
 def view(record: FenceRecord, now: float) -> FenceView:

@@ -24,6 +24,7 @@ from dht import _guards, addresses, records
 from dht._hivemind import node_parts
 from dht.clock import SwarmClock, swarm_clock
 from dht.errors import DhtError, InputError, SwarmUnreachable, TransportError
+from dht.fence_records import LedLately
 from dht.identity import peer_id_bytes, peer_id_text
 from dht.p2p import P2PTransport
 from dht.reads import BoardReads
@@ -71,6 +72,7 @@ class Board(BoardReads):
         self._stored = asyncio.Condition()
         self._replaced = asyncio.Lock()
         self._replicas = Replicas()
+        self._fences = LedLately()
         self._membership = (NO_FENCE, "", 0)
         self._nodes = 0  # known when last looked
         self._others_s, self._next_others = _OTHERS_S[0], float("-inf")

@@ -9,7 +9,7 @@ from typing import Any
 from dht import fence_records, records
 from dht.clock import SwarmClock
 from dht.errors import InputError, RecordError, TransportError
-from dht.fence_records import FenceHead, FenceRecord, FenceView, LinksRecord
+from dht.fence_records import FenceHead, FenceRecord, FenceView, LedLately, LinksRecord
 from dht.receipts import Receipt, receipts_key
 from dht.records import PeerRecord, RunPart, RunRecord
 from dht.runs import RunView, join_run
@@ -24,6 +24,7 @@ class BoardReads:
     _node: Any
     _replicas: Replicas
     _client_only: bool
+    _fences: LedLately
     clock: SwarmClock
     lookups = 0  # keys read so far
 
@@ -68,8 +69,11 @@ class BoardReads:
         return tuple(await self._read_near((fence_records.leader_key(fence),), FenceRecord, timeout_s))
 
     async def _fence_ids(self, timeout_s: float) -> list[str]:
+        """Fences with a leader, and those that had one just now: their members are there, though the index is silent
+        until one of them stands."""
         found = await self._read(fence_records.index_keys(), FenceHead, timeout_s)
-        return sorted(fence_records.leads(found, self.clock.now()))
+        now = self.clock.now()
+        return self._fences.see(fence_records.leads(found, now), now)
 
     async def runs(self, *, timeout_s: float = READ_TIMEOUT_S) -> tuple[RunRecord, ...]:
         """Every run on the board, newest first."""

@@ -8,6 +8,7 @@ runs in a volunteer's executor process and in `LocalPipeline`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,7 @@ from fusion_p2p.seeded import RngKey
 from fusion_p2p.sent import SentHash
 from fusion_p2p.settings import OptimizerSpec
 from fusion_p2p.snapshot import BUFFER, CODEC, OPTIM, PARAM
-from fusion_p2p.split import StageProgram
+from fusion_p2p.split import StageProgram, split
 from fusion_p2p.suspicion import FrameId, Suspicion
 
 _STEP = msgspec.msgpack.Decoder(StepHeader)
@@ -280,13 +281,18 @@ class Stage:
             frames.append(self._frame(Kind.NORM, 0, 0, 0, msgspec.msgpack.encode(self._now.norms)))
         return frames
 
+    @functools.cached_property
+    def _owned(self) -> list[frozenset[str]]:
+        """Which parameters each stage has: who names another's would have that one blamed."""
+        return [frozenset(p.params) for p in split(self._dag, self.numerics.cuts)]
+
     def _do_verdict(self) -> list[Frame]:
         """Global norm in name order, fp64; skip on NaN or infinity; clip as torch.nn.utils.clip_grad_norm_ does."""
         squares = dict(self._now.norms or {})
         for s in range(1, self.program.stages):
             with _blaming(s):
                 theirs = _decode(_NORMS, self._inbox.take(Slot(Kind.NORM, s, 0), self.tick), f"norms of stage {s}")
-                if unknown := [n for n in theirs if n not in self._value_of or n in squares]:
+                if unknown := [n for n in theirs if n not in self._owned[s]]:
                     raise FrameError(f"norms of stage {s} name {unknown[0]!r}, which is not its parameter")
                 if lies := [n for n, square in theirs.items() if square < 0]:
                     raise FrameError(f"norms of stage {s}: the square {theirs[lies[0]]} of {lies[0]!r} is negative")

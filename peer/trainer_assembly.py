@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import math
 import secrets
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,7 +93,7 @@ class Assembly:
         self._on_offer = on_offer
         self._credentials = Credentials(session, transport.peer_id, dag.hash)
         self._hosts: dict[str, Host] = {}
-        self._opening: dict[str, asyncio.Lock] = {}
+        self._opening = weakref.WeakValueDictionary[str, asyncio.Lock]()
         self._accepted: dict[int, tuple[StagePlacement, Accepted]] = {}
         self._offered: Counter[str] = Counter()  # peers with an offer under way
         self._confirmed: dict[tuple[str, str], AtomTimes | None] = {}  # devices that were timed -> their own table
@@ -197,7 +198,7 @@ class Assembly:
                     self._accepted[stage] = p, accepted
             return refused
         finally:
-            self._offered.subtract(by_peer.keys())
+            self._offered -= Counter(by_peer.keys())
 
     def _confirm(self, p: StagePlacement, accepted: Accepted, tried: bool) -> bool:
         """Whether the device has shown what it takes, now or before; what it says of its operators is noted."""

@@ -28,18 +28,23 @@ class Spares:
 
     def __init__(self, live: Live) -> None:
         self._live = live
+        self._greeting: set[str] = set()  # who has not answered yet
 
     async def serve(self) -> None:
+        """Whoever does not answer a greeting holds up neither the others' nor the next look."""
         live = self._live
-        for look in itertools.count():
-            try:
-                await live.swarm.offers()
-                if look % LINKS_EVERY == LINKS_EVERY - 1:
-                    live.links = steady(live.links, await live.swarm.links())
-            except DhtError as error:
-                log.info("the board: %s", error)
-            await asyncio.gather(*(self._greet(peer) for peer in self._missing()))
-            await asyncio.sleep(LOOK_S)
+        async with asyncio.TaskGroup() as group:
+            for look in itertools.count():
+                try:
+                    await live.swarm.offers()
+                    if look % LINKS_EVERY == LINKS_EVERY - 1:
+                        live.links = steady(live.links, await live.swarm.links())
+                except DhtError as error:
+                    log.info("the board: %s", error)
+                for peer in self._missing():
+                    self._greeting.add(peer)
+                    group.create_task(self._greet(peer))
+                await asyncio.sleep(LOOK_S)
 
     def _missing(self) -> list[str]:
         """Spares to be greeted, buddies of the plan first; those that are no longer on the board are parted from."""
@@ -50,8 +55,9 @@ class Spares:
             if peer not in there:
                 live.assembly.part(peer)
         named = {b for p in live.placed.plan.placement for b in p.buddies} if live.placed is not None else set()
-        new = sorted(there - set(live.assembly.linked), key=lambda peer: (peer not in named, peer))
-        return new[: max(0, GREETED - len(greeted))]
+        known = {*live.assembly.linked, *self._greeting}
+        new = sorted(there - known, key=lambda peer: (peer not in named, peer))
+        return new[: max(0, GREETED - len(greeted) - len(self._greeting))]
 
     async def _greet(self, peer: str) -> None:
         try:
@@ -59,3 +65,5 @@ class Spares:
         except (RefusedError, HostLost, DhtError) as error:
             log.info("spare %s: %s", peer, error)
             self._live.exclude(peer, AFTER_LOSS_S)
+        finally:
+            self._greeting.discard(peer)

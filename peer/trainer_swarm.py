@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from dht.errors import DhtError
 from dht.fence_records import FenceView
@@ -17,8 +18,10 @@ from peer.offers import DeviceOffer, SwarmLinks
 from peer.swarm_network import offers_of, read_links
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _LOOK_S = 0.5  # between looks at the board while volunteers are awaited
+_REMEMBERED = 4096  # peers that were on the board before; more where more are on it now
 _LINKS_S = 30.0  # to read what was measured; a plan does without rather than wait longer
 
 
@@ -61,9 +64,12 @@ class Swarm:
         found = []
         for record in await self._board.peers():
             if record.state not in ("left", "paused") and (not self._allowed or record.peer in self._allowed):
-                self.addresses[record.peer] = record.addresses
-                self._fence_of[record.peer] = record.fence
+                _remember(self.addresses, record.peer, record.addresses)
+                _remember(self._fence_of, record.peer, record.fence)
                 found.append(record)
+        most = max(_REMEMBERED, 2 * len(found))
+        _forget(self.addresses, most)
+        _forget(self._fence_of, most)
         return found
 
     async def wait_for(self, peers: int, timeout_s: float, seen: Callable[[int], None]) -> list[DeviceOffer]:
@@ -116,6 +122,18 @@ class Swarm:
 
     def now(self) -> float:
         return self._board.clock.now()
+
+
+def _remember(known: dict[str, T], peer: str, value: T) -> None:
+    """The newest comes last."""
+    known.pop(peer, None)
+    known[peer] = value
+
+
+def _forget(known: dict[str, T], most: int) -> None:
+    """Who was not seen for longest."""
+    for peer in list(known)[: max(0, len(known) - most)]:
+        del known[peer]
 
 
 def signer_for(owner: Identity, run: str, session: Identity, expires: float) -> Signer:

@@ -245,17 +245,34 @@ def _shape(space: str, device: str, targets: list[tuple[str, float]]) -> Iterato
     tc = "tc", "-n", space
     yield *tc, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", "0"
     for k, (network, wanted) in enumerate(targets):
-        rate = wanted * MTU / PAYLOAD
-        base, burst = _class(k), ("burst", str(burst_bytes(wanted)), "cburst", str(burst_bytes(wanted)))
-        most = ("ceil", f"{rate:.0f}bit", *burst, "quantum", str(2 * MTU))
-        where = (*tc, "class", "add", "dev", device, "parent")
-        yield *where, "1:", "classid", f"1:{base:x}", "htb", "rate", f"{rate:.0f}bit", *most
-        for leaf, share, order in ((base + 1, SMALL_SHARE, "0"), (base + 2, 1 - SMALL_SHARE, "1")):
-            own = "htb", "rate", f"{share * rate:.0f}bit", *most, "prio", order
-            yield *where, f"1:{base:x}", "classid", f"1:{leaf:x}", *own
-            limit = max(LEAST_QUEUE * MTU, int(wanted / 8 * QUEUE_S))
-            yield *tc, "qdisc", "add", "dev", device, "parent", f"1:{leaf:x}", "bfifo", "limit", str(limit)
+        base = _class(k)
+        yield from _classes("add", space, device, base, wanted)
         match = (*tc, "filter", "add", "dev", device, "parent", "1:", "protocol", "ip")
         to = ("u32", "match", "ip", "dst", network)
         yield *match, "prio", "1", *to, "match", "u16", "0x0000", SMALL_MASK, "at", "2", "flowid", f"1:{base + 1:x}"
         yield *match, "prio", "2", *to, "flowid", f"1:{base + 2:x}"
+
+
+def _classes(verb: str, space: str, device: str, base: int, wanted: float) -> Iterator[Command]:
+    """What lets `wanted` bits a second pass in all, under class number `base`."""
+    tc, rate = ("tc", "-n", space), wanted * MTU / PAYLOAD
+    burst = "burst", str(burst_bytes(wanted)), "cburst", str(burst_bytes(wanted))
+    most = ("ceil", f"{rate:.0f}bit", *burst, "quantum", str(2 * MTU))
+    where = (*tc, "class", verb, "dev", device, "parent")
+    yield *where, "1:", "classid", f"1:{base:x}", "htb", "rate", f"{rate:.0f}bit", *most
+    for leaf, share, order in ((base + 1, SMALL_SHARE, "0"), (base + 2, 1 - SMALL_SHARE, "1")):
+        own = "htb", "rate", f"{share * rate:.0f}bit", *most, "prio", order
+        yield *where, f"1:{base:x}", "classid", f"1:{leaf:x}", *own
+        limit = max(LEAST_QUEUE * MTU, int(wanted / 8 * QUEUE_S))
+        yield *tc, "qdisc", verb, "dev", device, "parent", f"1:{leaf:x}", "bfifo", "limit", str(limit)
+
+
+def rate_commands(bed: Bed, prefix: str, link: LabLink, bits_per_s: float) -> list[Command]:
+    """What gives a link of a bed that is built another rate. InputError for a rate that no lab carries."""
+    if not LEAST_BPS <= bits_per_s <= MOST_BPS:
+        raise InputError(f"a lab carries {LEAST_BPS / 1e6:g} to {MOST_BPS / 1e6:g} Mbps, not {bits_per_s / 1e6:g}")
+    found: list[Command] = []
+    for space, device, number in queues(bed, link):
+        base = int(number.removeprefix("1:"), 16)
+        found += _classes("change", prefix + space, device, base, bits_per_s)
+    return found

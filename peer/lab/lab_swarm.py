@@ -14,20 +14,23 @@ DEAD_S = 30.0  # a peer with a tenth of a core may be silent for longer than one
 
 
 class LabSwarm(LocalSwarm):
-    """A LocalSwarm whose volunteers lie in `lab`. Plans see the links that the lab was built with."""
+    """A LocalSwarm whose volunteers lie in `lab`. Plans see the links that the lab was built with; with `measured`
+    what the volunteers measure, as in any swarm."""
 
     loopback = False
     every_device = False
     ready_s = 180.0
     gather_s = 300.0  # importing torch takes 5 s of a core, of which a peer may have a tenth
 
-    def __init__(self, lab: Lab, *, memory: str = "2GiB") -> None:
-        super().__init__(len(lab.bed.peers), memory=memory, dead_s=DEAD_S)
-        self.lab = lab
+    def __init__(self, lab: Lab, *, memory: str = "2GiB", dead_s: float = DEAD_S, measured: bool = False) -> None:
+        super().__init__(len(lab.bed.peers), memory=memory, dead_s=dead_s)
+        self.lab, self._measured = lab, measured
         self._hosts: list[int] = []  # per volunteer launched: its place in `bed.peers`
 
     @property
-    def links(self) -> SwarmLinks:
+    def links(self) -> SwarmLinks | None:
+        if self._measured:
+            return None
         names, network = self.names, self.lab.bed.network
         index = {p.name: i for i, p in enumerate(self.lab.bed.peers)}
         return SwarmLinks(

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from fusion_p2p.errors import InputError
-from peer.lab.bed import CORE, LEAST_DELAY_S, TRAINER, Bed, Command, commands, namespaces, queues
+from peer.lab.bed import CORE, LEAST_DELAY_S, TRAINER, Bed, Command, commands, namespaces, queues, rate_commands
 from peer.lab.delay import Delays, delays
 from peer.lab.quota import Quotas, sweep_groups
 
@@ -199,6 +199,16 @@ class Lab:
         """CPU seconds of each peer's processes so far; empty where the kernel does not say."""
         found = {p.name: self.quotas.used_s(p.name) for p in self.bed.peers}
         return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+    def set_rate(self, src: str, dst: str, bits_per_s: float) -> None:
+        """From now on the link from site `src` to site `dst` (or inside one) carries this much; `bed` stays as it was.
+        InputError for sites or a rate that there are not."""
+        sites = self.bed.sites
+        if src not in sites or dst not in sites:
+            raise InputError(f"no link {src}-{dst} in this lab; its sites are {', '.join(sites)}")
+        link = self.bed.link(sites.index(src), sites.index(dst))
+        for command in rate_commands(self.bed, self.prefix, link, bits_per_s):
+            _run(command)
 
     def listen(self, name: str, address: str) -> socket.socket:
         """A listening TCP socket at a peer's address, port chosen by the kernel."""

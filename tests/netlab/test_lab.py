@@ -49,6 +49,9 @@ def test_links_deliver_and_two_peers_train_across_one(tmp_path: Path) -> None:
             if all(d.of_configured > 0.5 for d in links):
                 break
         assert all(d.of_configured > 0.5 for d in links), table(links)
+        lab.set_rate("A", "B", 5e6)
+        assert next(d for d in measure(lab, seconds=1.0) if d.src == "A0").bits_per_s < 1.5 * 5e6
+        lab.set_rate("A", "B", 20e6)
         with (
             lab.inside(),
             LabSwarm(lab) as swarm,

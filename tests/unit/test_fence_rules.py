@@ -16,9 +16,12 @@ from dht.door import Door, check_ban, parse_swarm_key
 from dht.errors import InputError, RecordError
 from dht.fence_records import (
     LEASE_S,
+    MAX_LED_LATELY,
+    MEMBERS_STAY_S,
     Beat,
     FenceLink,
     FenceRecord,
+    LedLately,
     LinkFigure,
     LinksRecord,
     LinkSummary,
@@ -45,6 +48,23 @@ def lead(leader: str, **fields: object) -> FenceRecord:
 
 
 # --- records
+
+
+def test_a_fence_whose_leader_died_is_read_on_for_a_while() -> None:
+    """Until a member has stood the index does not name it, yet all its members are there."""
+    lately = LedLately()
+    assert lately.see(["b", "a"], NOW) == ["a", "b"]
+    assert lately.see(["b"], NOW + MEMBERS_STAY_S - 1) == ["a", "b"]
+    assert lately.see([], NOW + MEMBERS_STAY_S + 1) == ["b"]
+    assert lately.see([], NOW + 3 * MEMBERS_STAY_S) == []
+
+
+def test_made_up_fences_push_out_none_that_is_led() -> None:
+    lately = LedLately()
+    made_up = [f"{n:016x}" for n in range(2 * MAX_LED_LATELY)]
+    assert lately.see(made_up, NOW) == sorted(made_up)
+    found = lately.see([FENCE], NOW + 1)
+    assert FENCE in found and len(found) == 1 + MAX_LED_LATELY
 
 
 def test_a_leaders_record_is_its_own_only() -> None:

@@ -100,6 +100,22 @@ def test_the_queue_that_counts_a_link_is_the_one_that_shapes_it() -> None:
         assert parent[parent.index("parent") + 1] == number
 
 
+def test_another_rate_changes_the_queue_that_carries_the_link() -> None:
+    bed = b.load_bed(FILE, "N4")
+
+    def queue(command: b.Command) -> b.Command:
+        return tuple(word for word in command if word not in ("add", "change"))[:10]
+
+    made = {queue(c) for c in b.commands(bed, "x-")}
+    for link in bed.links:
+        changed = b.rate_commands(bed, "x-", link, 1e6)
+        assert all("change" in c and queue(c) in made for c in changed)
+        ceils = [float(c[c.index("ceil") + 1].removesuffix("bit")) for c in changed if "ceil" in c]
+        assert ceils == pytest.approx([1e6 * b.MTU / b.PAYLOAD] * 3, rel=1e-5)
+    with pytest.raises(InputError, match="a lab carries"):
+        b.rate_commands(bed, "x-", bed.links[0], 1.0)
+
+
 def test_what_one_queue_cannot_carry_is_refused_by_name() -> None:
     network = load_testbed(FILE, "N1")
     table = network.bandwidth_bytes_per_s.copy()

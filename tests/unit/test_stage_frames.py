@@ -255,6 +255,23 @@ def test_norms_that_lie_skip_the_step_or_end_in_a_frame_error(square: float, wor
     assert parameters() == before
 
 
+def test_who_names_anothers_parameter_in_its_norms_is_blamed_and_not_the_other() -> None:
+    stages = make_stages(3)
+    stolen = stages[2].program.params[0]
+    waiting = deque(f for f in released(stages) if f.tick == 0)
+    with pytest.raises(FrameError, match="norms of stage 1 name") as caught:
+        while waiting or not all(s.waiting_for() for s in stages):
+            while waiting:
+                frame = waiting.popleft()
+                if frame.kind is Kind.NORM and frame.src == 1:
+                    norms = msgspec.msgpack.decode(frame.payload) | {stolen: 1.0}
+                    frame = changed(frame, payload=msgspec.msgpack.encode(norms))
+                stages[frame.dst].offer(frame)
+            for s in stages:
+                waiting.extend(f for f in s.advance() or () if f.dst != TRAINER)
+    assert caught.value.src == 1
+
+
 def test_snapshots_only_between_ticks() -> None:
     stage = make_stages(1)[0]
     for frame in released([stage]):

@@ -34,6 +34,14 @@ def test_what_is_too_short_or_too_small_says_nothing(size: int, seconds: float) 
     assert t.acknowledged(0, seconds) is None
 
 
+def test_a_link_that_passes_little_for_long_is_measured_too() -> None:
+    t = Throughput()
+    t.pushed(1 << 20, 0.0)
+    assert t.acknowledged((1 << 20) - 60_000, LONG_S) == (60_000, LONG_S)
+    t.pushed(0, LONG_S)
+    assert t.acknowledged((1 << 20) - 61_000, 2 * LONG_S) is None, "a silence is no rate"
+
+
 def test_a_broken_stream_says_nothing() -> None:
     t = Throughput()
     t.pushed(1 << 20, 0.0)

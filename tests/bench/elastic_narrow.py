@@ -1,0 +1,121 @@
+"""Links that narrow and widen under a run, and faults besides: what AdaTopK changes is in the numeric log, and the
+weights are those of a run in which nothing happens, given that log. Needs root: the links are a lab's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fusion_p2p
+from fusion_p2p.plan import NumericLogEntry
+from peer.api import Run
+from peer.data_stream import as_source
+from peer.events import RunEvent
+from peer.lab.bed import load_bed
+from peer.lab.chaos import Chaos, schedule
+from peer.lab.lab_swarm import LabSwarm
+from peer.lab.netns import Lab, unsupported
+from peer.lab.undisturbed import undisturbed_weights
+from tests.bench.rows import Row, at_least, progress
+
+PEERS, STAGES = 5, 4
+WIDE_MBPS, NARROW_MBPS = 200.0, 4.0
+CORES = 5.0  # no peer is held below what the machine has: the links are what is scarce
+ADAMW = fusion_p2p.AdamW(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, clip_norm=1.0)
+
+
+def model() -> torch.nn.Module:
+    """That of examples/gpt2.toml."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 1024, "n_positions": 64, "n_embd": 128, "n_layer": 4, "n_head": 4}
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    made: torch.nn.Module = GPT2LMHeadModel(GPT2Config(**sizes, **off, use_cache=False, bos_token_id=0, eos_token_id=0))
+    return made.train()
+
+
+def batches(steps: int) -> list[dict[str, torch.Tensor]]:
+    """Of the shape that the demo has."""
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 1024, (32, 64), generator=generator) for _ in range(steps)]
+    return [{"input_ids": x, "labels": x} for x in ids]
+
+
+def bed_file(folder: Path) -> Path:
+    """PEERS sites of one peer each, every pair of them at WIDE_MBPS."""
+    names = [chr(ord("A") + k) for k in range(PEERS)]
+    bed = {
+        "intra_node": [1000, 0.1],
+        "intra_site": [1000, 0.1],
+        "cores": CORES,
+        "sites": [{"name": name, "gpu": "core", "count": 1} for name in names],
+        "inter": {f"{a}-{b}": [WIDE_MBPS, 0.1] for a, b in itertools.combinations(names, 2)},
+    }
+    path = folder / "bed.json"
+    path.write_text(json.dumps({"gpus": {"core": [0.05, 2, 4]}, "testbeds": {"five": bed}}))
+    return path
+
+
+def narrowing(seed: int, faults: int, steps: int, narrow_at: int) -> list[Row]:
+    """All links narrow after step `narrow_at`; `faults` faults strike meanwhile, links apart."""
+    case = f"{steps} steps of the demo, {faults} faults, links from {WIDE_MBPS:g} to {NARROW_MBPS:g} Mbps"
+    if why := unsupported():
+        return [Row(case, f"not run: {why}", "equal, each sample once", None)]
+    with tempfile.TemporaryDirectory() as root:
+        found, log, seen, struck = _disturbed(Path(root), seed, faults, steps, narrow_at)
+        expected = undisturbed_weights(
+            model(), as_source(batches(steps), Path(root)), numerics=log[0].numerics, log=log, optimizer=ADAMW,
+            steps=steps,
+        )  # fmt: skip
+    for entry in log:
+        codecs = ", ".join(f"{c.src}-{c.dst} {c.codec}" for c in entry.numerics.codecs) or "dense"
+        progress(f"from step {entry.first_step}: cuts {entry.numerics.cuts}, {codecs}; {entry.reason}")
+    once = seen == list(range(steps))
+    figure = f"{'equal' if found == expected else 'differ'}, {'each' if once else 'NOT each'} sample once"
+    changes = sum(a.numerics.codecs != b.numerics.codecs for a, b in itertools.pairwise(log))
+    return [
+        Row(f"{case}, {struck} struck: weights_blake2b", figure, "equal, each sample once", found == expected and once),
+        at_least("  entries of the numeric log that change a codec", changes, 1),
+    ]
+
+
+def _disturbed(
+    root: Path, seed: int, faults: int, steps: int, narrow_at: int
+) -> tuple[str, list[NumericLogEntry], list[int], int]:
+    """(hash of the weights, the numeric log, the steps as they came, how often a peer was struck)."""
+    told = lambda h: progress(f"{h.kind}: {h.text}") if isinstance(h, RunEvent) and h.kind != "saved" else None  # noqa: E731
+    with (
+        Lab(load_bed(bed_file(root))) as lab,
+        lab.inside(),
+        LabSwarm(lab, dead_s=8.0, measured=True) as swarm,
+        Chaos(swarm, schedule(seed, faults, steps), told=progress) as hand,
+        Run(
+            model(),
+            data=batches(steps),
+            optimizer=ADAMW,
+            micro_batches=4,
+            micro_batch_size=8,
+            stages=STAGES,
+            swarm=swarm,
+            save_every=10,
+            compression="adatopk",
+            numerics="adaptive",
+            recover_s=300.0,
+            on=[told],
+        ) as run,
+    ):
+        seen = []
+        for step in run.steps(steps):
+            seen.append(step.step)
+            hand.after(step.step, run.plan())
+            if step.step == narrow_at:
+                progress(f"after step {step.step}: every link narrows to {NARROW_MBPS:g} Mbps")
+                for a, b in itertools.permutations(lab.bed.sites, 2):
+                    lab.set_rate(a, b, NARROW_MBPS * 1e6)
+        return run.report()["weights_blake2b"], run.numeric_log(), seen, len(hand.struck)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -31,7 +32,7 @@ RAMP_S = 4.0
 FRAME_BYTES = 512 << 10  # what the byte GPT-2 sends per micro-batch, dense
 PIECE = 128 << 10
 RUN = "ab" * 16
-SETTLE_S = 2.0  # the sender goes on while the taker still counts
+SETTLE_S = 10.0  # how much longer the sender may go on; what ends it is that the taker has enough
 
 
 class Count:
@@ -122,8 +123,9 @@ async def ours(role: str, address: str, seconds: float) -> dict[str, float]:
         say({"peer": me.peer, "addresses": me.addresses})
         there = await read_line()
         other = endpoint(1 - stage, there["peer"], tuple(there["addresses"]))
+        over = asyncio.Event()  # the taker has enough: the stream has ended
         links = await stack.enter_async_context(
-            Links(transport, me, RUN, 1, bound=lambda src, kind, value: FRAME_BYTES, logged=lambda dst: False)
+            Links(transport, me, RUN, 1, bound=lambda src, kind, value: FRAME_BYTES, on_event=lambda event: over.set())
         )
         links.update((me, other) if stage == 0 else (other, me), 1)
         count = Count(seconds, cpu_of(transport.p2pd_pid))
@@ -132,14 +134,17 @@ async def ours(role: str, address: str, seconds: float) -> dict[str, float]:
                 if count.take(len(frame.payload)):
                     break
             return count.found()
-        payload, k = bytes(FRAME_BYTES), 0
-        end = time.monotonic() + RAMP_S + seconds + SETTLE_S
-        while time.monotonic() < end:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(end - time.monotonic()):
-                    await links.send(Frame(Kind.ACT, 0, 1, 7, 0, k, payload))
-            k += 1
-            count.take(FRAME_BYTES)
+        payload = bytes(FRAME_BYTES)
+
+        async def push() -> None:
+            for k in itertools.count():
+                await links.send(Frame(Kind.ACT, 0, 1, 7, 0, k, payload))
+                count.take(FRAME_BYTES)
+
+        parts = asyncio.ensure_future(push()), asyncio.ensure_future(over.wait())
+        await asyncio.wait(parts, timeout=RAMP_S + seconds + SETTLE_S, return_when=asyncio.FIRST_COMPLETED)
+        for part in parts:
+            part.cancel()
         return count.found()
 
 

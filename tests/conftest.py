@@ -24,7 +24,7 @@ settings.load_profile("fusion")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MARK = "FUSION_TEST_SESSION"
-ENDING_S = 60.0
+ENDING_S = 180.0
 
 
 def _ours(mark: str) -> list[psutil.Process]:

@@ -30,7 +30,7 @@ _VNET_BYTES, _MOST_BYTES = 10, 1 << 17
 _TYPE_AT, _DST_AT = _VNET_BYTES + 12, _VNET_BYTES + 30
 _IPV4 = b"\x08\x00"
 MOST_FRAMES = 20_000  # in flight; more are dropped, as a router would
-READY_S = 10.0
+READY_S = 60.0
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):

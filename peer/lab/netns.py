@@ -23,7 +23,7 @@ from peer.lab.bed import CORE, LEAST_DELAY_S, TRAINER, Bed, Command, commands, n
 from peer.lab.delay import Delays, delays
 from peer.lab.quota import Quotas, sweep_groups
 
-COMMAND_S = 20.0
+COMMAND_S = 60.0
 NETNS = Path("/run/netns")
 _NAME = re.compile(r"flab-(\d+)-(\d+)-")
 _CLONE_NEWNET = 0x40000000

@@ -23,7 +23,7 @@ from peer.lab.bed import Command
 PERIOD_S = 0.02
 DUTY_S = 0.1  # of a duty cycle: signals are coarse
 _ROOTS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))
-ENDING_S = 5.0
+ENDING_S = 30.0  # what was killed needs a turn to die
 
 
 class Groups(Protocol):

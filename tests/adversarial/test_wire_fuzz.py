@@ -87,7 +87,7 @@ async def _write(stream: Stream, data: bytes) -> None:
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             await coroutine
 
     asyncio.run(bounded())

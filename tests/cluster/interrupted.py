@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ def interrupt(place: Path, phase: str, *, frozen: bool = False, timeout_s: float
         wait_for_line(trainer, PHASES[phase])
         family = psutil.Process(trainer.pid).children(recursive=True)
         for process in family if frozen else ():
-            process.suspend()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
         begin = time.monotonic()
         trainer.send_signal(signal.SIGINT)
         said = rest_of(trainer, timeout_s)

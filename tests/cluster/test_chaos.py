@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 import torch
 
@@ -30,6 +29,7 @@ from peer.lab.undisturbed import undisturbed_weights
 from peer.signing import new_session_key, sign
 from peer.trainer_state import RunFolder
 from tests.cluster import plain
+from tests.cluster.volunteer_process import kill_family
 
 ADAMW = fusion_p2p.AdamW(lr=3e-3, clip_norm=1.0)
 PEERS, STAGES, SAVE_EVERY = 5, 4, 10
@@ -137,9 +137,7 @@ def test_host_and_buddy_killed_together(tmp_path: Path) -> None:
             time.sleep(0.05)
         killed.extend((run.plan().host(1).peer, *holders))
         for peer in killed:
-            victim = psutil.Process(swarm.find(peer).pid)
-            for process in (victim, *victim.children(recursive=True)):
-                process.kill()
+            kill_family(swarm.find(peer).pid)
 
     report, _, _ = with_faults((), 40, also=kill)
     assert len(killed) == 2
@@ -235,6 +233,7 @@ TRAINER = """
 import sys, torch
 import fusion_p2p
 from tests.cluster import plain
+from tests.cluster.volunteer_process import kill_family
 torch.set_num_threads(1)
 folder, steps, pause, *addresses = sys.argv[1:]
 settings = dict(data=plain.token_batches(int(steps), 8), swarm=addresses, run_dir=folder, compute=False, save_every=10)
@@ -291,9 +290,7 @@ def test_a_killed_trainer_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert hosts is not None
         lost = "" if alone else hosts.plan.host(1).peer
         if lost:
-            victim = psutil.Process(swarm.find(lost).pid)
-            for process in [*victim.children(recursive=True), victim]:
-                process.kill()
+            kill_family(swarm.find(lost).pid)
         report, first_s = resume(tmp_path / "run", 40, swarm)
     print(f"first step {first_s:.1f} s after the restart; {[e['text'] for e in report['events']]}")
     adopted = sum(p.peer != lost for p in hosts.plan.placement)

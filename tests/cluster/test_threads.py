@@ -14,7 +14,7 @@ from tests.cluster import plain
 from tests.cluster.outside import busy_threads, thread_seconds
 from tests.cluster.volunteer_process import Peer
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 STEPS, SAMPLES = 3, 32
 
 

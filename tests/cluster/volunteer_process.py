@@ -16,6 +16,17 @@ from typing import Any
 import psutil
 
 
+def kill_family(pid: int) -> None:
+    """A process and its children, some of which may just end by themselves."""
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        family = [*parent.children(recursive=True), parent]
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 class Peer:
     """Started in a session of its own; `close` leaves nothing behind."""
 
@@ -62,7 +73,5 @@ class Peer:
     def close(self) -> None:
         os.close(self._lines)
         if self.process.poll() is None:
-            with contextlib.suppress(psutil.Error):
-                for process in [*self.children(), psutil.Process(self.process.pid)]:
-                    process.kill()
+            kill_family(self.process.pid)
         self.process.wait()

@@ -118,10 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _status(options: argparse.Namespace) -> int:
     import asyncio
+    import logging
 
     from dht.home import resolve_swarm
     from dht.monitor import as_json, as_text, take_snapshot
 
+    logging.getLogger("dht").setLevel(logging.ERROR)
     snapshot = asyncio.run(take_snapshot(resolve_swarm(options.swarm), run=options.run, timeout_s=options.timeout))
     print(as_json(snapshot) if options.json else as_text(snapshot), flush=True)
     if options.run and not snapshot.runs:

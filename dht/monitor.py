@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import tempfile
 import unicodedata
 from collections.abc import Sequence
@@ -39,7 +38,6 @@ class Snapshot:
 
 async def take_snapshot(swarm: tuple[str, ...], *, run: str | None = None, timeout_s: float = 20.0) -> Snapshot:
     """Joins as a reader under a throw-away identity, reads, leaves. SwarmUnreachable, InputError, TransportError."""
-    logging.getLogger("dht").setLevel(logging.ERROR)
     try:
         async with asyncio.timeout(timeout_s):
             with tempfile.TemporaryDirectory(prefix="fusion-monitor-") as folder:

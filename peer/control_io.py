@@ -6,6 +6,7 @@ The same framing serves the trainer's CONTROL streams and the socketpair between
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 from typing import Generic, TypeVar
 
@@ -17,7 +18,7 @@ from peer.wire import CHUNK_BYTES
 
 T = TypeVar("T")
 _LENGTH = struct.Struct("<I")
-WAKING_S = 0.25
+PARTS, WAKING_S = 8, 0.25  # of a limit; a last look for what came while this process slept
 
 
 class MessageStream(Generic[T]):
@@ -44,14 +45,15 @@ class MessageStream(Generic[T]):
             raise WireError(f"{type(message).__name__} of {len(raw)} bytes, at most {self._limit}")
         async with self._turn:  # whoever has it gives it up within `timeout_s` of the last byte that went
             self._writer.write(_LENGTH.pack(len(raw)) + raw)
-            left = self._writer.transport.get_write_buffer_size()
+            left, stuck = self._writer.transport.get_write_buffer_size(), 0
             while True:
                 try:
-                    async with asyncio.timeout(timeout_s):
+                    async with asyncio.timeout(timeout_s / PARTS):
                         return await self._writer.drain()
                 except TimeoutError:
                     before, left = left, self._writer.transport.get_write_buffer_size()
-                    if left >= before:
+                    stuck = stuck + 1 if left >= before else 0
+                    if stuck == PARTS:
                         raise
 
     async def receive(self, *, timeout_s: float) -> T | None:
@@ -77,18 +79,22 @@ class MessageStream(Generic[T]):
         while len(data) < count:
             most = min(count - len(data), CHUNK_BYTES)
             try:
-                try:
-                    async with asyncio.timeout(timeout_s):
-                        piece = await self._reader.read(most)
-                except TimeoutError:  # if it was this process that slept, the bytes are there now
-                    async with asyncio.timeout(WAKING_S):
-                        piece = await self._reader.read(most)
+                piece = await self._some(most, timeout_s)
             except ConnectionError:
                 return None
             if not piece:
                 return None
             data += piece
         return bytes(data)
+
+    async def _some(self, most: int, timeout_s: float) -> bytes:
+        """Up to `most` bytes. A sleep of this process ends one part of the limit, however long it was."""
+        for _ in range(PARTS):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s / PARTS):
+                    return await self._reader.read(most)
+        async with asyncio.timeout(WAKING_S):
+            return await self._reader.read(most)
 
     def close(self) -> None:
         self._writer.close()

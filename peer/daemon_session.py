@@ -85,10 +85,11 @@ class TrainerSession:
                     task.cancel()
 
     async def _idle(self, volunteer: Volunteer, crowded: Callable[[], bool]) -> None:
-        since = time.monotonic()
+        loop = asyncio.get_running_loop()
+        since = loop.time()
         while True:
             await asyncio.sleep(IDLE_S / 8)
-            now = time.monotonic()
+            now = loop.time()
             if volunteer.holds(self.spec.run):
                 since = now
             elif now - since > IDLE_S and crowded():

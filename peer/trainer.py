@@ -52,7 +52,8 @@ AHEAD = 2  # ticks released before the oldest is done: the next one's data is th
 
 
 class Trainer:
-    """`initial` makes the first snapshot of a stage. `folder` holds the signed spec and the OP-DAG already."""
+    """`initial` makes the first snapshot of a stage. `folder` holds the signed spec and the OP-DAG already. `clock` is
+    monotonic, in seconds."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class Trainer:
         initial: Callable[[StageProgram], bytes],
         sink: Sink,
         own_addresses: Callable[[], tuple[str, ...]] = lambda: (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tasks = SessionTasks(self._fail)
         self.spawn = self._tasks.spawn
@@ -93,6 +95,7 @@ class Trainer:
             options=options,
             sink=sink,
             assembly=assembly,
+            clock=clock,
         )
         self._initial = initial
         self.watch = Watch(sink, session.clock)
@@ -309,7 +312,7 @@ class Trainer:
             now = live.now
             now.idle.clear()
             header = StepHeader(training, live.step, sizes)
-            tick = now.book.release(header, _tokens(feed), time.perf_counter())
+            tick = now.book.release(header, _tokens(feed), live.clock())
             future: asyncio.Future[TickResult] = asyncio.get_running_loop().create_future()
             self._results[tick] = future
             live.step += training
@@ -331,7 +334,7 @@ class Trainer:
 
         async for frame in now.links.frames(last_tick):
             try:
-                result = now.book.take(frame, time.perf_counter())
+                result = now.book.take(frame, self._live.clock())
             except FrameError as error:
                 self._hearing.distrust(frame.src, str(error))
                 continue

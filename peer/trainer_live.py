@@ -88,12 +88,12 @@ class Placed:
 @dataclass(slots=True, kw_only=True)
 class Live:
     """`whole` is set while every stage of the plan has a live host; `lost`: peer of the plan -> why it is gone.
-    `early`: the same of hosts of the plan that is about to be in force. `excluded`: peer -> until when it gets none
-    (monotonic). `leaving`: hosts that serve until the next complete set and then hand over -> why. `kept`: hash of the
-    newest set's snapshots -> buddies that have it; `keepers`: -> who has been asked to. `outbox_share`: how full each
-    stage's outboxes are. `again`: stages to be rebuilt with the next that are lost; `anew`: why all stages are to be
-    rebuilt where they are, or ""; `may_stay`: lost ones that go on serving if nobody takes their stages. `rates`: how
-    fast devices are. `links`: as measured. `ladder`: codecs as measured. `advice`: a change for the next set;
+    `early`: the same of hosts of the plan that is about to be in force. `excluded`: peer -> until when it gets none, by
+    `clock` (monotonic). `leaving`: hosts that serve until the next complete set, then hand over -> why. `kept`: hash of
+    the newest set's snapshots -> buddies that have it; `keepers`: -> who has been asked to. `outbox_share`: how full
+    each stage's outboxes are. `again`: stages to be rebuilt with the next that are lost; `anew`: why all stages are to
+    be rebuilt where they are, or ""; `may_stay`: lost ones that go on serving if nobody takes their stages. `rates`:
+    how fast devices are. `links`: as measured. `ladder`: codecs as measured. `advice`: a change for the next set;
     `script`: entries of the numeric log that are still to come. `placing` is held by whoever changes the plan;
     incarnations below `fence` are of cuts that are over."""
 
@@ -106,6 +106,7 @@ class Live:
     options: TrainerOptions
     sink: Sink
     assembly: Assembly
+    clock: Callable[[], float] = time.monotonic
     step: int = 0
     whole: asyncio.Event = field(default_factory=asyncio.Event)
     broken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -174,7 +175,7 @@ class Live:
         }
 
     def exclude(self, peer: str, for_s: float = math.inf) -> None:
-        now = time.monotonic()
+        now = self.clock()
         self.excluded = {p: until for p, until in self.excluded.items() if until > now}
         self.excluded[peer] = max(now + for_s, self.excluded.get(peer, 0.0))
 
@@ -191,7 +192,7 @@ class Live:
             self.early.pop(peer, None)
 
     def may_host(self, peer: str) -> bool:
-        return peer not in self.lost and peer not in self.leaving and time.monotonic() >= self.excluded.get(peer, 0.0)
+        return peer not in self.lost and peer not in self.leaving and self.clock() >= self.excluded.get(peer, 0.0)
 
     def devices(self) -> list[DeviceOffer]:
         """Devices to choose from: those on the board, and the plan's living hosts whether they are on it or not.
@@ -222,7 +223,7 @@ class Live:
 
     def cut_off(self) -> list[str]:
         """Lost hosts of which no more is known than that their control stream ended: they may live."""
-        linked, soon = self.assembly.linked, time.monotonic() + AFTER_LOSS_S
+        linked, soon = self.assembly.linked, self.clock() + AFTER_LOSS_S
         return [peer for peer in self.lost if peer not in linked and self.excluded.get(peer, 0.0) <= soon]
 
     def keep(self, peer: str) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,15 +46,13 @@ class _Marked:
 class SetKeeper:
     """`turn` is held while ticks are released; a mark holds it until all have noted it."""
 
-    def __init__(
-        self, live: Live, turn: asyncio.Lock, spawn: Spawn, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, live: Live, turn: asyncio.Lock, spawn: Spawn) -> None:
         self._live, self._turn, self._spawn = live, turn, spawn
         self._buddies = BuddyKeeper(live)
         self._saving = asyncio.Lock()
         self._marking = asyncio.Lock()
         self._marked: _Marked | None = None  # the set that is under way
-        self._clock, self._began_s = clock, clock()
+        self._clock, self._began_s = live.clock, live.clock()
         self._step_s, self._bytes_per_s = 0.0, 0.0  # as measured; 0: not yet
         self._failed = 0  # sets in a row that did not come about
 

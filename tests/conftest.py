@@ -1,9 +1,14 @@
-"""For every test: one hypothesis profile, and nothing left running or lying in the temporary folder at the end."""
+"""For every test: one hypothesis profile, the same dice and settings whatever ran before it in the same process, and
+nothing left running or lying in the temporary folder at the end."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import random
 import shutil
+import sys
 import tempfile
 import time
 import uuid
@@ -24,6 +29,7 @@ settings.load_profile("fusion")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MARK = "FUSION_TEST_SESSION"
+ROOMS = ("dht", "fusion_p2p", "peer")
 ENDING_S = 180.0
 
 
@@ -36,6 +42,48 @@ def _ours(mark: str) -> list[psutil.Process]:
         except (psutil.Error, OSError):
             continue
     return found
+
+
+def _loggers() -> list[logging.Logger]:
+    """Ours and the root's."""
+    known = logging.root.manager.loggerDict.items()
+    return [logging.root, *(x for n, x in known if isinstance(x, logging.Logger) and n.split(".")[0] in ROOMS)]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before any fixture: what is drawn without a seed is the same in every order of tests."""
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    """What a command line run in this process sets for the whole of it is set back: environment, folder, logging."""
+    environ, folder, torch = dict(os.environ), os.getcwd(), sys.modules.get("torch")
+    levels = {logger: logger.level for logger in _loggers()}
+    before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) if torch is not None else None
+    yield
+    os.chdir(folder)
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update(environ)
+    for logger in _loggers():
+        if logger.level != (level := levels.get(logger, logging.NOTSET)):
+            logger.setLevel(level)
+    if torch is not None and before is not None:
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1])
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:120]
+    except psutil.Error:  # it has ended
+        return ""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -52,10 +100,11 @@ def nothing_left() -> Iterator[None]:
         psutil.wait_procs(left, timeout=0.5)
     clear_leftovers()  # of peers that tests killed: the next peer that starts would, and there is none
     tempfile.tempdir = before
-    names = [" ".join(p.cmdline())[:120] for p in left if p.is_running()]
+    names = [name for p in left if (name := _name(p))]
     files = sorted(p.name for p in folder.iterdir() if p.name.startswith("fusion"))
     for process in left:
-        process.kill()
+        with contextlib.suppress(psutil.Error):
+            process.kill()
     shutil.rmtree(folder, ignore_errors=True)
     assert not names, f"still running: {names}"
     assert not files, f"left in the temporary folder: {files}"

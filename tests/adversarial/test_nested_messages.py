@@ -22,6 +22,7 @@ from peer.errors import SignatureError, WireError
 from peer.protocol import BlobRef, SessionCert, Signed, StageOffer
 from peer.signing import new_session_key, open_signed, public_bytes, sign
 from peer.trainer_ticks import TickBook
+from tests.simulated_time import simulate
 from tests.unit.test_numeric_log import BASE
 
 DEEP = b"\x91" * 1000 + b"\x90"
@@ -82,7 +83,7 @@ def test_an_answer_to_a_ping_is_a_failure_of_that_peer_alone() -> None:
         with pytest.raises(TransportError, match="answers no ping: maximum recursion"):
             await probe.Prober(transport, Beat, seen_at=seen_at).ping("12D3KooW")
 
-    asyncio.run(main())
+    simulate(main())
 
 
 def test_an_offer_that_cannot_be_read_is_refused() -> None:

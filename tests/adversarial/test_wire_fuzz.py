@@ -26,6 +26,7 @@ from peer.links import Links
 from peer.protocol import BLOBS, Endpoint, Hello, ToVolunteer, data_protocol
 from peer.ratelimit import Limiter
 from tests.memory_transport import Network
+from tests.simulated_time import simulate
 
 RUN = "ab" * 16
 FAST = ChannelSettings(beat_s=0.02, dead_s=0.2, backoff_max_s=0.02, ack_every_s=0.0)
@@ -90,7 +91,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
         async with asyncio.timeout(300):
             await coroutine
 
-    asyncio.run(bounded())
+    simulate(bounded())
 
 
 def test_mutated_streams_never_deliver_anything_but_what_was_meant() -> None:

@@ -92,7 +92,7 @@ class _Hosted:
             if what is not None and what is not self.named and messages is not None:
                 self.named, me = what, self.links.me
                 said = Suspect(run=self.links.run.hex(), stage=me.stage, incarnation=me.incarnation, what=what)
-                await self.owner._say(messages, said)
+                await self.owner.tell(messages, said)
             if self.links.differing() > self.differing and messages is not None:
                 await self._tell_differing(messages)
             for out in sent or ():
@@ -108,7 +108,7 @@ class _Hosted:
             tick=self.stage.tick,
             differing=self.differing,
         )
-        await self.owner._say(messages, said)
+        await self.owner.tell(messages, said)
 
     def on_event(self, event: LinkEvent) -> None:
         """As an executor does."""
@@ -122,7 +122,7 @@ class _Hosted:
                 reason=reason,
                 peer=event.peer,
             )
-            self.told = asyncio.ensure_future(self.owner._say(messages, said))
+            self.told = asyncio.ensure_future(self.owner.tell(messages, said))
 
 
 UNSAID_S = 1e-9  # of a trial step that a test does not care for; whoever reports none is refused
@@ -180,6 +180,10 @@ class MiniVolunteer:
         return PeerRecord(peer=self.peer, version="0", addresses=("/ip4/127.0.0.1/tcp/1",), devices=(device,))
 
     async def _control(self, stream: Stream) -> None:
+        with contextlib.suppress(ConnectionError):  # the stream ended while something was said
+            await self._serve(stream)
+
+    async def _serve(self, stream: Stream) -> None:
         messages: MessageStream[ToVolunteer] = MessageStream(stream.reader, stream.writer, _DECODER)
         self.messages = messages
         hello = await messages.receive(timeout_s=60.0)
@@ -290,7 +294,7 @@ class MiniVolunteer:
         hosted.news.set()
         blob, size = self.store.put(await waiter)
         ref = BlobRef(blob, size, (self.peer,))
-        await self._say(messages, Snapshotted(run=mark.run, stage=mark.stage, incarnation=0, tick=mark.tick, state=ref))
+        await self.tell(messages, Snapshotted(run=mark.run, stage=mark.stage, incarnation=0, tick=mark.tick, state=ref))
 
     async def _drop(self, stage: int) -> None:
         hosted = self.hosted.pop(stage)
@@ -299,6 +303,11 @@ class MiniVolunteer:
             with contextlib.suppress(asyncio.CancelledError):
                 await hosted.task
         await hosted.links.__aexit__(None, None, None)
+
+    async def tell(self, messages: MessageStream[ToVolunteer], message: msgspec.Struct) -> None:
+        """Out of turn: lost with the stream if that has ended."""
+        with contextlib.suppress(ConnectionError):
+            await self._say(messages, message)
 
     async def _say(self, messages: MessageStream[ToVolunteer], message: msgspec.Struct) -> None:
         if self.alive:

@@ -10,6 +10,7 @@ import pytest
 
 from fusion_p2p.capture import Captured, capture
 from tests.sim.test_trainer import Lab, _Net, batch, expected
+from tests.simulated_time import simulate
 
 
 @pytest.fixture(scope="module")
@@ -42,4 +43,4 @@ def test_a_jump_of_the_clock_changes_no_bit_and_keeps_no_peer_out(
             await asyncio.sleep(0.2)
             assert live.may_host("volunteer9")
 
-    asyncio.run(main())
+    simulate(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from peer.events import RunEvent, StepResult
 from peer.trainer import Trainer
 from tests.sim.test_switch import entry, replayed
 from tests.sim.test_trainer import Lab, _Net, batch
+from tests.simulated_time import simulate
 
 MINUTE = pytest.mark.timeout(400)
 COARSE = entry(0, 2, codecs=(LinkCodec(0, 1, "transform:2/1"),))
@@ -72,7 +72,7 @@ def test_pinned_only_reports_with_its_reason(captured: Captured, tmp_path: Path)
         assert all(set(s.cuts) == {"0-1"} and s.cuts["0-1"][0] > 0 for s in steps)
         assert any(s.cuts["0-1"][1] != 0.0 for s in steps)
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -92,4 +92,4 @@ def test_adaptive_steps_back_by_one_at_a_set_and_the_log_says_why(captured: Capt
             assert losses == want[0] and await lab.hash(trainer, CALM + JUMP) == want[1]
         assert "from the next complete set" in said(lab)[0]
 
-    asyncio.run(main())
+    simulate(main())

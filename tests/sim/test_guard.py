@@ -18,6 +18,7 @@ from fusion_p2p.suspicion import FrameId, Suspicion
 from peer.events import RunEvent
 from peer.protocol import Suspect
 from tests.sim.test_trainer import MINUTE, OPTIMIZER, Data, Lab, batch, captured, expected
+from tests.simulated_time import simulate
 
 __all__ = ["captured"]
 STEPS, AT = 10, 6
@@ -52,7 +53,7 @@ def test_who_sends_wild_frames_is_not_trusted_again(
             quarantined = [h for h in lab.heard if isinstance(h, RunEvent) and h.kind == "quarantined"]
             assert [h.peer for h in quarantined] == [liar.peer] and not trainer._live.may_host(liar.peer)
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -78,7 +79,7 @@ def test_a_trainer_that_starts_again_hears_of_a_frame_that_is_held_back(captured
             assert await lab.hash(again, STEPS) == expected(captured, again.plan.numerics.cuts, STEPS)[1]
             assert liar.peer not in {p.peer for p in again.plan.placement} and "quarantined" in lab.kinds()
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -109,7 +110,7 @@ def test_a_frame_that_never_comes_again_holds_nobody_up(captured: Captured, tmp_
             texts = [h.text for h in lab.heard if isinstance(h, RunEvent) and h.kind == "notice"]
             assert any("was not named again" in text for text in texts) and "quarantined" in lab.kinds()
 
-    asyncio.run(main())
+    simulate(main())
 
 
 class _Log(torch.nn.Module):
@@ -159,4 +160,4 @@ def test_a_model_that_makes_infinities_keeps_its_hosts(tmp_path: Path, recover_s
             assert "quarantined" not in kinds and "suspect" in kinds and "notice" in kinds
             assert all(trainer._live.may_host(v.peer) for v in lab.volunteers)
 
-    asyncio.run(main())
+    simulate(main())

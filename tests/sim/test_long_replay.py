@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from fusion_p2p.capture import Captured
 from fusion_p2p.inbox import TICKS_AHEAD
 from tests.sim.test_trainer import Lab, captured, expected
+from tests.simulated_time import simulate
 
 __all__ = ["captured"]  # the fixture
 
@@ -34,4 +34,4 @@ def test_a_replay_of_many_ticks_is_taken_as_fast_as_it_is_used(captured: Capture
             assert await lab.train(trainer, 0, STEPS + 2, fate) == want[0]
             assert await lab.hash(trainer, STEPS + 2) == want[1]
 
-    asyncio.run(main())
+    simulate(main())

@@ -18,6 +18,7 @@ from fusion_p2p.snapshot import from_bytes
 from peer.events import RunEvent
 from peer.protocol import StageFault
 from tests.sim.test_trainer import MINUTE, Lab, batch, expected
+from tests.simulated_time import simulate
 
 OPTIMIZER = AdamW(lr=2e-3, clip_norm=1.0)
 STEPS = 30
@@ -100,7 +101,7 @@ def test_a_stage_rebuilt_on_other_hardware(
             assert len(made) == 1 if apart else len(made) == 2
             await trainer.save(b"at the end")
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -134,7 +135,7 @@ def test_a_set_whose_ends_hold_different_axes_is_made_again(captured: Captured, 
             keys = [k for k in states[0] if k.startswith("codec/") and k in states[1]]
             assert len(keys) == 4 and all(torch.equal(states[0][k], states[1][k]) for k in keys)
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -167,4 +168,4 @@ def test_stages_that_began_together_have_no_excuse(captured: Captured, tmp_path:
             assert losses == expected(captured, trainer.plan.numerics.cuts, 8, (), OPTIMIZER)[0]
             assert not trainer._live.may_host(accused.peer)
 
-    asyncio.run(main())
+    simulate(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from peer.protocol import Refused
 from peer.trainer import Trainer
 from peer.trainer_host import RunPaused
 from tests.sim.test_trainer import NUMERICS, OPTIMIZER, Lab, _Net, batch
+from tests.simulated_time import simulate
 
 MINUTE = pytest.mark.timeout(400)
 REFUSED = Refused(code="policy", reason="not today", stage=0)
@@ -84,7 +84,7 @@ def test_a_numeric_log_is_replayed_to_the_bit(captured: Captured, tmp_path: Path
         assert [(e.first_step, e.numerics) for e in log] == [(e.first_step, e.numerics) for e in SCRIPT]
         assert replayed(captured, list(SCRIPT[:1]), 12)[1] != want[1]
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -101,7 +101,7 @@ def test_a_loss_during_and_after_a_change_changes_no_bit(captured: Captured, tmp
             want = replayed(captured, list(SCRIPT), 12)
             assert losses == want[0] and await lab.hash(trainer, 12) == want[1]
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -123,7 +123,7 @@ def test_a_resumed_run_still_does_what_its_log_says(captured: Captured, tmp_path
             want = replayed(captured, list(SCRIPT[:3]), 8)
             assert losses == want[0][4:] and await lab.hash(again, 8) == want[1]
 
-    asyncio.run(main())
+    simulate(main())
 
 
 def advice(plan: Plan, reason: str = "a test wants it") -> Advice:
@@ -148,7 +148,7 @@ def test_advice_to_change_cuts_is_logged_with_its_reason(captured: Captured, tmp
             assert losses == want[0] and await lab.hash(trainer, 6) == want[1]
             assert any("a test wants it" in r for r in trainer.plan.reasons)
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -167,7 +167,7 @@ def test_who_refuses_new_cuts_leaves_the_old_plan_in_force(captured: Captured, t
             want = replayed(captured, [e for _, e in lab.folder.numeric_log()], 6)
             assert losses == want[0] and await lab.hash(trainer, 6) == want[1]
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -194,7 +194,7 @@ def test_hosts_change_and_the_numerics_stay(captured: Captured, tmp_path: Path, 
             want = replayed(captured, [e for _, e in lab.folder.numeric_log()], 6)
             assert losses == want[0] and await lab.hash(trainer, 6) == want[1]
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -221,7 +221,7 @@ def test_who_becomes_slow_is_given_less_within_twenty_steps(captured: Captured, 
             losses += await follow(lab, trainer, 40, 80)
             assert trainer.plan.number <= before.number + 3  # and there it stays
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -247,4 +247,4 @@ def test_a_log_that_nobody_can_follow_pauses_the_run(captured: Captured, tmp_pat
             want = replayed(captured, list(SCRIPT), 7)
             assert losses == want[0][4:] and await lab.hash(again, 7) == want[1]
 
-    asyncio.run(main())
+    simulate(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -39,10 +38,12 @@ from peer.trainer_state import RunFolder
 from peer.trainer_swarm import Swarm
 from tests.memory_transport import Network
 from tests.sim.mini_volunteer import MiniVolunteer
+from tests.simulated_time import simulate
 
 NUMERICS = Numerics(cuts=(), micro_batches=3, micro_batch_size=2)
 OPTIMIZER = AdamW(lr=1e-2, clip_norm=1.0)
 MINUTE = pytest.mark.timeout(400)
+WALL = 1.8e9  # where wall clocks begin
 
 
 class _Net(torch.nn.Module):
@@ -131,18 +132,26 @@ class Lab:
         compression: str = "adatopk",
         script: tuple[NumericLogEntry, ...] = (),
         adaptive: bool = False,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         replay: Replay | None = None,
         dies: bool = False,
     ) -> AsyncIterator[Trainer]:
-        """`dies`: at the end it tells nobody, and its volunteers live on."""
+        """`clock`: the wall's; None: one that goes with the loop's. `dies`: at the end it tells nobody, and its
+        volunteers live on."""
         epoch = self.folder.next_epoch()
         transport = self.network.transport(f"trainer-{epoch}")
         signed, spec = self.folder.spec()
+        loop = asyncio.get_running_loop()
         trainer = Trainer(
             transport=transport,
             swarm=Swarm(_Board(self.volunteers)),  # type: ignore[arg-type]
-            session=Session(signed_spec=signed, spec=spec, owner_key=self.key, epoch=epoch, clock=clock),
+            session=Session(
+                signed_spec=signed,
+                spec=spec,
+                owner_key=self.key,
+                epoch=epoch,
+                clock=clock or (lambda: WALL + loop.time()),
+            ),
             folder=self.folder,
             dag=self.captured.opdag,
             options=TrainerOptions(
@@ -158,6 +167,7 @@ class Lab:
             ),
             initial=lambda program: to_bytes(initial_state(self.captured.state, program)),
             sink=self.heard.append,
+            clock=loop.time,
         )
         await serve_blobs(
             transport, self.folder.blobs, lambda *_: True, limiter=Limiter(None), settings=ChannelSettings()
@@ -210,7 +220,7 @@ def test_trains_as_the_local_pipeline(captured: Captured, tmp_path: Path, stages
         assert [s.step for s in steps] == list(range(5)) and all(s.samples == 6 for s in steps)
         assert len(lab.folder.numeric_log()) == 1
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -227,7 +237,7 @@ def test_a_refusal_makes_another_plan(captured: Captured, tmp_path: Path) -> Non
             assert unwilling.offered and "refused" in lab.kinds()
             await lab.train(trainer, 0, 2)
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -252,7 +262,7 @@ def test_a_host_that_lies_about_its_snapshot_is_replaced(captured: Captured, tmp
             assert await lab.hash(trainer, 3) == expected(captured, trainer.plan.numerics.cuts, 3)[1]
             assert lab.host(trainer, 1) is not liar and not lab.folder.blobs.has(digest(raw))
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -272,7 +282,7 @@ def test_a_trial_step_slower_than_promised_moves_work_before_the_start(captured:
             assert await lab.train(trainer, 0, 3) == want[0] and await lab.hash(trainer, 3) == want[1]
         assert [entry.numerics for _, entry in lab.folder.numeric_log()] == [plan.numerics]
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -302,7 +312,7 @@ def test_a_newcomer_is_used_only_after_its_timed_trial_step(captured: Captured, 
             await lab.train(trainer, 0, 1)
         assert len(lazy.offered) == 1 and lab.kinds().count("refused") == 1
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -335,7 +345,7 @@ def test_who_was_lost_before_it_accepted_again_keeps_its_stage(
             assert losses == expected(captured, trainer.plan.numerics.cuts, 3)[0]
             assert trainer.plan.number == 2 and "lost" not in lab.kinds()
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -354,7 +364,7 @@ def test_a_host_that_repeats_its_complaint_is_told_once(captured: Captured, tmp_
             await lab.train(trainer, 0, 3)
         assert lab.kinds().count("waiting") == 1 and "lost" not in lab.kinds()
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -382,7 +392,7 @@ def test_a_codec_is_signed_into_the_numeric_log_and_outlives_a_loss(tmp_path: Pa
         async with lab.trainer(3) as again:  # resumed: the first entry stands
             assert again.plan.numerics.codecs == codecs
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -409,7 +419,7 @@ def test_a_lost_stage_is_rebuilt_from_the_set(captured: Captured, tmp_path: Path
             moved = [p.stage for p in trainer.plan.placement if p.incarnation > 1]
             assert moved == ([lost] if marks else [0, 1, 2])
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -444,7 +454,7 @@ def test_a_trainer_that_was_away_finds_its_hosts_where_they_were(
         said = [h.text for h in lab.heard if isinstance(h, RunEvent) and h.kind == "recovered"]
         assert any("answers again" in text for text in said)
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -470,7 +480,7 @@ def test_who_hosts_nothing_accuses_nobody(captured: Captured, tmp_path: Path, st
             assert all(trainer._live.may_host(v.peer) for v in lab.volunteers) and "lost" not in lab.kinds()
             assert {p.peer for p in trainer.plan.placement} == hosts
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -489,7 +499,7 @@ def test_neighbours_lost_together(captured: Captured, tmp_path: Path) -> None:
             want = expected(captured, trainer.plan.numerics.cuts, 8)
             assert losses == want[0] and await lab.hash(trainer, 8) == want[1]
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -516,7 +526,7 @@ def test_nobody_left_pauses_and_another_swarm_resumes(captured: Captured, tmp_pa
             assert again.plan.numerics.stages == 2
             assert await lab.hash(again, 10) == expected(captured, again.plan.numerics.cuts, 10)[1]
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -531,7 +541,7 @@ def test_who_refuses_for_memory_again_and_again_is_asked_twice(captured: Capture
             assert {p.peer for p in trainer.plan.placement} == {"a"}
         assert 1 <= len(unwilling.offered) <= 2
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -551,7 +561,7 @@ def test_who_accepts_another_stage_than_the_offered_is_left_out(
                 pass
         assert len(liar.offered) == 1
 
-    asyncio.run(main())
+    simulate(main())
 
 
 class Data:
@@ -607,7 +617,7 @@ def test_a_trainer_that_died_finds_its_stages_where_they_were(
                 len(adopted)
             )
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -634,7 +644,7 @@ def test_what_cannot_be_adopted_is_restored(captured: Captured, tmp_path: Path, 
             assert losses == want[0][4:] and await lab.hash(again, 8) == want[1]
             assert not any(v.adopted for v in lab.volunteers)
 
-    asyncio.run(main())
+    simulate(main())
 
 
 @MINUTE
@@ -652,4 +662,4 @@ def test_the_session_is_certified_anew_at_half_of_its_life(captured: Captured, t
                     assert (await volunteer.renewed.get()).expires == now[0] + CERT_S
             keeping.cancel()
 
-    asyncio.run(main())
+    simulate(main())

@@ -18,6 +18,7 @@ from peer.errors import BlobError, DiskFull
 from peer.protocol import BLOBS, BlobRef
 from peer.ratelimit import Bucket, Limiter
 from tests.memory_transport import MemoryTransport, Network
+from tests.simulated_time import simulate
 
 FAST = ChannelSettings(beat_s=0.05, dead_s=0.3, backoff_max_s=0.01)
 DATA = os.urandom(1 << 20)
@@ -28,7 +29,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
         async with asyncio.timeout(120):
             await coroutine
 
-    asyncio.run(bounded())
+    simulate(bounded())
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from peer.control_io import MessageStream
 from peer.protocol import Drop, Heartbeat, ToVolunteer
+from tests.simulated_time import SimulatedLoop
 from tests.unit.test_links import run
 
 DECODER: msgspec.msgpack.Decoder[ToVolunteer] = msgspec.msgpack.Decoder(ToVolunteer)
@@ -99,5 +100,27 @@ def test_a_stream_that_ends_inside_a_message_has_ended() -> None:
         reader.feed_eof()
         stream: MessageStream[ToVolunteer] = MessageStream(reader, cast(Any, None), DECODER)
         assert await stream.receive(timeout_s=60.0) is None
+
+    run(main())
+
+
+@pytest.mark.parametrize(("comes_s", "heard"), [(0.5, True), (9.0, False)])
+def test_who_was_stopped_itself_does_not_take_the_other_end_for_dead(comes_s: float, heard: bool) -> None:
+    """A process that was stopped for a minute has the other end's heartbeat a little later: it is still waited for."""
+
+    async def main() -> None:
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+        assert isinstance(loop, SimulatedLoop)
+        stream: MessageStream[ToVolunteer] = MessageStream(reader, cast(Any, None), DECODER)
+        raw = msgspec.msgpack.encode(Heartbeat())
+        receiving = asyncio.ensure_future(stream.receive(timeout_s=8.0))
+        await asyncio.sleep(1.0)
+        loop.call_later(60.0 + comes_s, reader.feed_data, len(raw).to_bytes(4, "little") + raw)
+        loop.freeze(60.0)
+        if heard:
+            assert await receiving == Heartbeat()
+        else:
+            with pytest.raises(TimeoutError):
+                await receiving
 
     run(main())

@@ -13,6 +13,7 @@ from peer.daemon_session import TrainerSession
 from peer.errors import WireError
 from peer.protocol import Heartbeat, Renew, SessionCert, Signed
 from peer.signing import new_session_key, public_bytes, sign
+from tests.simulated_time import simulate
 
 
 class Silent:
@@ -39,7 +40,7 @@ def test_an_idle_stream_ends_where_others_need_it(
             await session.run(volunteer, 1.0, 9.0, lambda: crowded)  # type: ignore[arg-type]
 
     with pytest.raises(ExceptionGroup if ends else TimeoutError) as caught:
-        asyncio.run(main())
+        simulate(main())
     if ends:
         assert caught.group_contains(WireError, match="nothing of its run here")
 
@@ -65,7 +66,7 @@ def session_of(messages: Sequence[object], clock: Sequence[float]) -> tuple[Trai
     body = SessionCert(run="r", session_key=public_bytes(KEY), trainer_peer="t", epoch=1, expires=100.0)
     session = TrainerSession(Speaking(), spec, body, first, lambda: next(times))  # type: ignore[arg-type]
     volunteer = types.SimpleNamespace(heard=heard.append)
-    asyncio.run(session._receive(volunteer, 1.0))  # type: ignore[arg-type]
+    simulate(session._receive(volunteer, 1.0))  # type: ignore[arg-type]
     return session, heard
 
 

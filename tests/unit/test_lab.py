@@ -180,6 +180,7 @@ def test_a_duty_cycle_stops_a_process_for_a_while_and_lets_it_go_in_the_end() ->
             assert {"stopped", "sleeping"} <= seen
         finally:
             duty.stop()
+        end = time.monotonic() + 200
         while psutil.Process(process.pid).status() == "stopped" and time.monotonic() < end:
             time.sleep(0.003)
         assert psutil.Process(process.pid).status() != "stopped"

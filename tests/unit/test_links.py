@@ -16,6 +16,7 @@ from peer.links import LinkEvent, Links
 from peer.protocol import Endpoint
 from peer.ratelimit import Limiter
 from tests.memory_transport import Network
+from tests.simulated_time import simulate
 
 RUN = "ab" * 16
 FAST = ChannelSettings(beat_s=0.02, dead_s=0.2, backoff_max_s=0.05, ack_every_s=0.0)
@@ -26,7 +27,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
         async with asyncio.timeout(120):
             await coroutine
 
-    asyncio.run(bounded())
+    simulate(bounded())
 
 
 def endpoint(stage: int, incarnation: int = 0, peer: str | None = None) -> Endpoint:

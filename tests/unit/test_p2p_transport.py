@@ -12,6 +12,7 @@ from dht.control import ControlClient
 from dht.errors import TransportError
 from dht.identity import Identity
 from dht.p2p_transport import P2PTransport
+from tests.simulated_time import simulate
 
 
 class Flaky:
@@ -59,7 +60,7 @@ def test_no_failure_ends_the_supervision(failures: list[Exception]) -> None:
         assert not client.failures
         await transport.close()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    simulate(asyncio.wait_for(main(), 30))
 
 
 def test_a_watch_that_fails_counts_as_a_death() -> None:
@@ -81,4 +82,4 @@ def test_a_watch_that_fails_counts_as_a_death() -> None:
         assert calls == 2
         await transport.close()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    simulate(asyncio.wait_for(main(), 30))

@@ -24,6 +24,7 @@ from peer.pipes import Pipes, circuit, hosts_of
 from peer.protocol import BLOBS, CONTROL, data_protocol
 from peer.selfdial import SelfDial
 from tests.memory_transport import MemoryTransport, Network
+from tests.simulated_time import simulate
 
 SECRET = b"these are somebody's gradients " * 40
 
@@ -122,7 +123,7 @@ def test_two_private_peers_exchange_bytes_that_the_host_cannot_read(tmp_path: Pa
             carried = w.hosts[0][1].carried
             assert len(SECRET) * 1000 < carried[caller.dial.peer_id] < 1.01 * len(SECRET) * 1000 + 1000
 
-    asyncio.run(main())
+    simulate(main())
 
 
 def test_a_caller_that_can_be_dialled_is_dialled_and_nothing_is_piped(tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ def test_a_caller_that_can_be_dialled_is_dialled_and_nothing_is_piped(tmp_path: 
             assert w.hosts[0][1].carried.total() == 0
             assert frozenset((caller.dial.peer_id, called.dial.peer_id)) in w.network.linked
 
-    asyncio.run(main())
+    simulate(main())
 
 
 def test_a_pipe_stays_while_one_end_only_listens_and_goes_once_both_are_silent(
@@ -160,7 +161,7 @@ def test_a_pipe_stays_while_one_end_only_listens_and_goes_once_both_are_silent(
                 assert await stream.reader.read(-1) == b"snapshot" * 8
             stream.writer.close()
 
-    asyncio.run(main())
+    simulate(main())
 
 
 def test_tensor_streams_can_be_called_back_and_others_stay(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_a_stream_ends_with_its_host_and_the_next_goes_by_another(tmp_path: Path
             await exchange(stream, caller.dial.peer_id, SECRET)
             assert all(used.peer_id not in a for a in called.pipes.addresses())
 
-    asyncio.run(main())
+    simulate(main())
 
 
 def test_a_host_that_answers_itself_is_found_out(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def test_a_host_that_answers_itself_is_found_out(tmp_path: Path) -> None:
             with pytest.raises(PeerUnreachable, match="whoever answers in the pipe is not peer"):
                 await caller.dial.open_stream(called.dial.peer_id, BLOBS)
 
-    asyncio.run(main())
+    simulate(main())
 
 
 def test_two_private_peers_without_a_host_are_told_in_plain_words(tmp_path: Path) -> None:
@@ -243,7 +244,7 @@ def test_two_private_peers_without_a_host_are_told_in_plain_words(tmp_path: Path
             with pytest.raises(PeerUnreachable, match="has 16 pipes here"):
                 await caller.dial.open_stream(called.dial.peer_id, BLOBS)
 
-    asyncio.run(main())
+    simulate(main())
 
 
 def test_hosts_that_are_none_stand_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +273,7 @@ def test_hosts_that_are_none_stand_in_nobodys_way(tmp_path: Path, monkeypatch: p
             await third.dial.close()
             await transport.close()
 
-    asyncio.run(main())
+    simulate(main())
 
 
 def test_who_is_banned_does_not_come_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +286,7 @@ def test_who_is_banned_does_not_come_through_a_pipe(tmp_path: Path, monkeypatch:
             with pytest.raises(PeerUnreachable, match="does not answer"):
                 await caller.dial.open_stream(called.dial.peer_id, BLOBS)
 
-    asyncio.run(main())
+    simulate(main())
 
 
 def test_who_comes_through_pipes_has_no_more_streams_than_who_dials(
@@ -306,7 +307,7 @@ def test_who_comes_through_pipes_has_no_more_streams_than_who_dials(
                 await asyncio.sleep(0.01)
             await exchange(await caller.dial.open_stream(called.dial.peer_id, BLOBS), caller.dial.peer_id, SECRET)
 
-    asyncio.run(main())
+    simulate(main())
 
 
 def test_one_address_range_does_not_crowd_a_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +348,7 @@ def test_one_address_range_does_not_crowd_a_host(tmp_path: Path, monkeypatch: py
         assert refused == pipe_host.Refuse("192.0.2.0/24 have 2 pipes here")
         await transport.close()
 
-    asyncio.run(main())
+    simulate(main())
 
 
 def test_the_largest_promise_is_not_asked_first_by_all() -> None:
@@ -376,7 +377,7 @@ def test_a_stranger_cannot_answer_a_ring(tmp_path: Path) -> None:
                 assert await stream.reader.read() == b""
             assert not future.done()
 
-    asyncio.run(main())
+    simulate(main())
 
 
 # --- the seal

@@ -50,6 +50,17 @@ def test_a_damaged_payload_is_noticed() -> None:
         header.frame(b"abcdeg")
 
 
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_flipped_bits_swapped_blocks_and_lost_ends_are_noticed(payload: bytes, data: st.DataObject) -> None:
+    bit = data.draw(st.integers(0, 8 * len(payload) - 1))
+    flipped = bytearray(payload)
+    flipped[bit // 8] ^= 1 << (bit % 8)
+    others = {bytes(flipped), payload[:-1], payload + bytes(1), payload[16:32] + payload[:16] + payload[32:]} - {
+        payload
+    }
+    assert wire.digest(payload) not in {wire.digest(other) for other in others}
+
+
 @pytest.mark.parametrize(
     "frame",
     [

@@ -113,13 +113,13 @@ class Lab:
     """A built bed; a context manager. LabUnsupported, one line, where it cannot be.
 
     Processes are started with `command` in front of theirs, so that they begin in their peer's namespace and under its
-    share of the CPU.
+    share of the CPU; with `quotas` False every peer has what the machine gives it.
     """
 
-    def __init__(self, bed: Bed) -> None:
+    def __init__(self, bed: Bed, *, quotas: bool = True) -> None:
         self.bed, self.prefix = bed, prefix()
         self.delays = Delays()
-        self.quotas = Quotas(self.prefix, {p.name: p.cores for p in bed.peers})
+        self.quotas = Quotas(self.prefix, {p.name: p.cores for p in bed.peers} if quotas else {})
 
     def __enter__(self) -> Self:
         sweep()

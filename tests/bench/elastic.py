@@ -17,6 +17,7 @@ import torch
 from tests.bench.elastic_cost import memory, overhead
 from tests.bench.elastic_faults import CODEC, chaos, losses_of_hosts, neighbours, restart_of_the_trainer
 from tests.bench.elastic_joins import comings_and_goings, joiners
+from tests.bench.elastic_narrow import narrowing
 from tests.bench.elastic_plans import slowed
 from tests.bench.rows import Row, arguments, report
 
@@ -42,7 +43,7 @@ CASES = (
     Case("joiners", False, lambda: joiners(32 << 20, 4e6)),
     Case("comings", False, lambda: comings_and_goings(100, 600.0)),
     Case("chaos-long", False, lambda: [chaos(1, 25, 300, CODEC)]),
-    Case("chaos-adaptive", False, lambda: [chaos(4, 25, 300, "adatopk", "adaptive")]),
+    Case("chaos-adaptive", False, lambda: narrowing(4, 25, 300, 60)),
 )
 
 

@@ -227,7 +227,7 @@ class Daemon:
         """Tell trainers and the board, end the executors; bounded, whatever others do."""
         try:
             async with asyncio.timeout(LEAVE_S - STOP_S):
-                await self._volunteer.evict("the volunteer leaves", GRACE_S)
+                await self._volunteer.leave("the volunteer leaves", GRACE_S)
                 board.publish(msgspec.structs.replace(self._record(), state="left", work=()))
                 await board.flush(timeout_s=1.0)
         except (DhtError, TimeoutError) as error:

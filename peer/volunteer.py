@@ -114,6 +114,7 @@ class Volunteer:
         self._keeping: dict[asyncio.Task[None], str] = {}  # -> for which run
         self._empty = asyncio.Event()  # the last stage has gone
         self._going = ""  # why stages are handed over now
+        self._left = ""  # why nobody is taken on any more
         self._held_back: set[str] = set()  # runs whose stages send nothing: their trainer is silent
         self._opdags, self._fences = OpDags(home), KeptFences(home)
 
@@ -123,6 +124,8 @@ class Volunteer:
         """A trainer that has shown who it is. RefusedError (policy, lease) if it may not lead its run here."""
         check_run(self.policy, session.spec, minute_of_day())
         run = session.spec.run
+        if self._left:
+            raise RefusedError("policy", self._left)
         if self.leases.take(session.cert, time.monotonic()) and run in self.sessions:
             reason = f"run {run} is led by trainer {session.cert.trainer_peer} now"
             self.sessions[run].end("lease", reason, session.signed_cert)
@@ -157,8 +160,8 @@ class Volunteer:
         """Check, then hand to the device's executor, which answers later. RefusedError otherwise."""
         if not self.leases.leads(session.cert):
             raise RefusedError("lease", f"run {session.spec.run} is led by another trainer now")
-        if self._going:
-            raise RefusedError("policy", self._going)
+        if self._going or self._left:
+            raise RefusedError("policy", self._going or self._left)
         a = check_assignment(offer.assignment, session.spec, session.cert, target_peer=self.peer_id, now=time.time())
         others = sum(1 for key in self.stages if key != (a.run, a.stage))
         check_run(self.policy, session.spec, minute_of_day())
@@ -351,6 +354,14 @@ class Volunteer:
             if not stage.accepted and now - stage.offered > OFFER_S:
                 log.warning("run %s: stage %d was not ready within %.0f s; its executor ends", run, number, OFFER_S)
                 self.executors[stage.assignment.device].kill()
+
+    async def leave(self, reason: str, grace_s: float) -> None:
+        """`evict`, for good. Trainers that only count on this volunteer as a spare are told at once."""
+        self._left = reason
+        hosted = {run for run, _ in self.stages}
+        for session in [session for run, session in self.sessions.items() if run not in hosted]:
+            session.end("policy", reason, session.signed_cert)
+        await self.evict(reason, grace_s)
 
     async def evict(self, reason: str, grace_s: float = 0.0) -> None:
         """Give up every stage, telling the trainers: this volunteer pauses or leaves.

@@ -28,6 +28,7 @@ POOL_THREADS = 6  # of a process's own pool, made as they are first needed
 FILES = 12  # snapshots that a buddy has not fetched or not let go yet
 WARM_UP_SETS = 3  # before two are kept everywhere
 PROMPT_S = 1.0  # between looks at what is left
+PAUSE_S = 0.05  # between steps while others come and go: whoever starts wants the CPU as well
 
 
 @dataclass(frozen=True)
@@ -79,24 +80,28 @@ def visits(
 ) -> Visits:
     """`number` volunteers join and as many leave, PAIR at a time, the longest-standing visitors of `swarm` first: by
     SIGTERM, or where `killed(k)` by SIGKILL. One join and one leave every `every_s` seconds at most; STAY volunteers
-    stay. What is held is compared once all is quiet again, or after `settle_s`."""
+    stay. The next to come start while those before them settle in. What is held is compared once all is quiet again,
+    or after `settle_s`."""
     stay, visitors = swarm.volunteers[:STAY], deque(swarm.volunteers[STAY:])
     gone: list[_Gone] = []
     step_s_before = _quiet_steps(run, steps)
     before = _held(stay, swarm, run_dir)
     begin, hosts, moves = time.monotonic(), _hosts(run), 0
+    next_pair = [swarm.launch(stay) for _ in range(PAIR)]
     for k in range(0, number, PAIR):
-        coming = [swarm.launch(stay) for _ in range(PAIR)]
+        coming, next_pair = next_pair, []
         for newcomer, descriptor in coming:
             newcomer.wait_ready(descriptor, time.monotonic() + READY_TIMEOUT_S)
             _until_greeted(run, newcomer)
             visitors.append(newcomer)
+        if k + PAIR < number:
+            next_pair = [swarm.launch(stay) for _ in range(PAIR)]
         leavers = [_Gone(visitors.popleft()) for _ in range(PAIR)]
         gone += leavers
         for n, leaver in enumerate(leavers):
             leaver.leave(killed(k + n))
         while time.monotonic() < begin + (k + PAIR) * every_s or any(leaver.is_here() for leaver in leavers):
-            run.train(1)
+            _step(run)
         moves += sum(a != b for a, b in zip(hosts, _hosts(run), strict=True))
         hosts = _hosts(run)
         told(f"{k + PAIR} of {number} came and went in {time.monotonic() - begin:.0f} s; {moves} stages moved")
@@ -210,12 +215,17 @@ def _quiet_steps(run: Run, steps: int) -> float:
     return found
 
 
+def _step(run: Run) -> None:
+    run.train(1)
+    time.sleep(PAUSE_S)
+
+
 def _until_greeted(run: Run, newcomer: Volunteer) -> None:
     """Train on until the trainer knows it: only then may it take what another leaves."""
     until = time.monotonic() + GREETED_S
     assembly = run._opened().session.trainer._live.assembly
     while newcomer.ready.peer not in assembly.linked:
-        run.train(1)
+        _step(run)
         if time.monotonic() > until:
             raise AssertionError(f"volunteer {newcomer.ready.peer} is not known to the trainer in {GREETED_S:.0f} s")
 

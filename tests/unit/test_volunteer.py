@@ -142,6 +142,19 @@ def test_nothing_is_left_of_a_stage_that_dies_or_is_replaced(scene: Scene, end: 
     assert not scene.store.hashes()
 
 
+def test_who_leaves_tells_those_at_once_of_whom_it_hosts_nothing_and_takes_nothing_more(scene: Scene) -> None:
+    served, waiting, late = PlayedTrainer(), PlayedTrainer(), PlayedTrainer()
+    scene.host(served, "0" * 64)
+    scene.volunteer.admit(waiting)
+    asyncio.run(scene.volunteer.leave("it leaves", 0.0))
+    assert [(m.code, m.reason) for m in waiting.heard if isinstance(m, Refused)] == [("policy", "it leaves")]
+    assert not [m for m in served.heard if isinstance(m, Refused)], "its stage was to be handed over"
+    with pytest.raises(RefusedError, match="it leaves"):
+        scene.volunteer.admit(late)
+    with pytest.raises(RefusedError, match="it leaves"):
+        asyncio.run(scene.volunteer.offer(waiting, waiting.offer("1" * 64)))
+
+
 def test_one_run_does_not_delete_what_another_keeps(scene: Scene) -> None:
     """A stranger names another run's snapshot as its own state, and is refused, dropped or accepted."""
     honest, stranger, snapshot = PlayedTrainer(), PlayedTrainer(), scene.blob(b"two")

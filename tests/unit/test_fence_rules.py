@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from dht import fence_records, records
 from dht import fence_rules as rules
+from dht.clock import SwarmClock
 from dht.coordinates import Coordinate, from_point, moved, predict_rtt_s
 from dht.door import Door, check_ban, parse_swarm_key
 from dht.errors import InputError, RecordError
@@ -19,6 +22,7 @@ from dht.fence_records import (
     MAX_LED_LATELY,
     MEMBERS_STAY_S,
     Beat,
+    FenceHead,
     FenceLink,
     FenceRecord,
     LedLately,
@@ -33,6 +37,7 @@ from dht.fences import FenceMachine
 from dht.identity import Identity, public_key_of
 from dht.linkbook import LinkBook
 from dht.rates import CHUNK_BYTES, MAX_BYTES, MAX_SEND_S, RateMeter, Window
+from dht.reads import BoardReads
 from dht.records import Signer, Work
 from dht.sights import MAX_SIGHTS, Sights
 from tests.dht_samples import NOW, peer_record
@@ -57,6 +62,25 @@ def test_a_fence_whose_leader_died_is_read_on_for_a_while() -> None:
     assert lately.see(["b"], NOW + MEMBERS_STAY_S - 1) == ["a", "b"]
     assert lately.see([], NOW + MEMBERS_STAY_S + 1) == ["b"]
     assert lately.see([], NOW + 3 * MEMBERS_STAY_S) == []
+
+
+def test_members_are_seen_while_their_fence_has_no_leader() -> None:
+    """The index is silent from the end of a dead leader's lease until a member has stood."""
+    member = msgspec.structs.replace(peer_record(PEERS[1]), fence=FENCE)
+
+    class Reads(BoardReads):
+        heads: list[FenceHead]
+
+        def __init__(self) -> None:
+            self._fences, self.clock = LedLately(), SwarmClock()
+
+        async def _read(self, keys: tuple[str, ...], kind: Any, timeout_s: float) -> list[Any]:
+            return self.heads if kind is FenceHead else [member] if records.fence_keys(FENCE)[0] in keys else []
+
+    board = Reads()
+    head = FenceHead(fence=FENCE, leader=NAMES[0], term=1, score=0, members=2, published=board.clock.now())
+    for board.heads in [[head], []]:
+        assert asyncio.run(board.peers()) == (member,)
 
 
 def test_made_up_fences_push_out_none_that_is_led() -> None:

@@ -66,6 +66,7 @@ from peer.protocol import (
     Suspect,
     Trim,
 )
+from peer.quiet import LONG_WAIT_S
 from peer.ratelimit import Limiter
 from peer.selfdial import SelfDial
 from peer.spill import Spill
@@ -333,8 +334,9 @@ class Executor:
         waiting = hosted.waiting_for
         waited_s = time.monotonic() - hosted.waiting_since if waiting else 0.0
         for wait in links.waits():
-            if wait.waited_s > self._settings.dead_s and waiting:
-                waiting = f"{waiting}; {wait.phase} to stage {wait.stage}: {wait.reason}"
+            if wait.waited_s > LONG_WAIT_S and waiting:
+                where = f"stage {wait.stage} at {wait.peer[-8:]}, {wait.held_bytes} bytes held"
+                waiting = f"{waiting}; {wait.phase} to {where}: {wait.reason}"
         return StageStatus(
             run=hosted.key[0], stage=hosted.key[1], incarnation=links.me.incarnation, tick=hosted.stage.tick,
             waiting_for=waiting[:300], waited_s=waited_s, bytes_sent=links.bytes_sent(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 QUIET_S = 60.0
+LONG_WAIT_S = 5.0  # a wait beyond it is told
 MOST_KEYS = 4096  # remembered; the longest silent are forgotten
 
 

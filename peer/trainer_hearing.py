@@ -13,11 +13,12 @@ from fusion_p2p.plan import Plan
 from peer.accusations import Accusations
 from peer.link_ends import LinkEvent
 from peer.protocol import StageFault, StageStatus, Suspect
+from peer.quiet import LONG_WAIT_S
 from peer.rehost import computed_apart
 from peer.trainer_complaints import Complaints
 from peer.trainer_guard import Guardian
 from peer.trainer_live import Live
-from peer.trainer_watch import LONG_WAIT_S, Watch
+from peer.trainer_watch import Watch
 
 FATAL_FAULTS = frozenset({"died", "frame", "memory", "cap", "leaving", "gap", "mark"})
 HONEST_FAULTS = frozenset({"leaving", "gap"})  # after which the host may be given a stage again

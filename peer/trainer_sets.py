@@ -22,13 +22,13 @@ from peer.blobs import fetch_blob
 from peer.errors import BlobError, DiskFull
 from peer.mark_interval import losses_per_s, mark_interval
 from peer.protocol import BlobRef, Mark, Snapshotted, Trim
+from peer.quiet import LONG_WAIT_S
 from peer.rehost import computed_apart
 from peer.trainer_assembly import Spawn
 from peer.trainer_buddies import BuddyKeeper
 from peer.trainer_host import MARK_TIMEOUT_S, HostLost
 from peer.trainer_live import AFTER_LOSS_S, Live
 from peer.trainer_state import Manifest, StageFile
-from peer.trainer_watch import LONG_WAIT_S
 
 MAX_HELD_BYTES = 1 << 30  # of released batches that no complete set covers yet
 HALF_FULL = 0.5  # an outbox's share of its memory from which the next tick is marked

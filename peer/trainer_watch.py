@@ -12,8 +12,6 @@ from fusion_p2p.frame import TRAINER
 from peer.events import LinkBytes, RunEvent, Sink
 from peer.protocol import StageStatus
 
-LONG_WAIT_S = 5.0  # a wait beyond it is told
-
 
 class Watch:
     """Sums up StageStatus messages for the sink."""

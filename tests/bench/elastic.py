@@ -43,7 +43,7 @@ CASES = (
     Case("joiners", False, lambda: joiners(32 << 20, 4e6)),
     Case("comings", False, lambda: comings_and_goings(100, 600.0)),
     Case("chaos-long", False, lambda: [chaos(1, 25, 300, CODEC)]),
-    Case("chaos-adaptive", False, lambda: narrowing(4, 25, 300, 60)),
+    Case("chaos-adaptive", False, lambda: narrowing(4, 25, 300)),
 )
 
 

@@ -28,6 +28,7 @@ from peer.lab.chaos import KINDS, Chaos, Fault, Kind, schedule
 from peer.lab.undisturbed import undisturbed_weights
 from peer.signing import new_session_key, sign
 from peer.trainer_state import RunFolder
+from tests.bench.elastic_narrow import narrowing
 from tests.cluster import plain
 from tests.cluster.volunteer_process import kill_family
 
@@ -221,6 +222,17 @@ def test_three_hundred_steps_and_twenty_five_faults(tmp_path: Path, seed: int) -
 def test_three_hundred_steps_and_twenty_five_faults_with_adaptive_numerics(tmp_path: Path) -> None:
     report, _, _ = with_faults(schedule(4, 25, 300), 300, width=128, compression="adatopk", numerics="adaptive")
     check(report, 300, tmp_path, width=128)
+
+
+@pytest.mark.soak
+@pytest.mark.root
+@pytest.mark.timeout(3600)
+def test_codecs_change_under_faults_as_links_narrow() -> None:
+    """On a lab's links, of which the planner knows what the volunteers measure."""
+    rows = narrowing(4, 25, 300)
+    if rows[0].holds is None:
+        pytest.skip(rows[0].figure)
+    assert all(row.holds for row in rows), rows
 
 
 def test_a_schedule_is_a_function_of_its_seed() -> None:

@@ -299,7 +299,7 @@ def test_too_little_memory_is_a_refusal_with_figures(volunteer: Volunteer, tmp_p
     """Too large a state, then too large a step; the executor survives both and takes the next stage. As seen from
     outside it never holds more than --memory."""
     process, peer = volunteer
-    executor = process.executor().pid
+    executor, seen = process.executor().pid, Resident(process.executor())
 
     async def main() -> None:
         async with trainer(tmp_path, peer, width=5000) as big, serving(await big.host(peer)):
@@ -307,6 +307,7 @@ def test_too_little_memory_is_a_refusal_with_figures(volunteer: Volunteer, tmp_p
             async with serving(host):
                 with pytest.raises(RefusedError, match=r"stage 0 needs 0\.\d\d GiB, cap 0\.59 GiB") as caught:
                     await host.offer(big.offer(peer["peer"]), 0)
+                seen.look()
                 assert caught.value.code == "memory"
                 assert caught.value.needed > caught.value.cap == 600 << 20
         async with trainer(tmp_path, peer, width=256) as t:
@@ -314,12 +315,13 @@ def test_too_little_memory_is_a_refusal_with_figures(volunteer: Volunteer, tmp_p
             async with serving(host):
                 with pytest.raises(RefusedError) as caught:
                     await host.offer(t.offer(peer["peer"], batch=200_000), 0)
+                seen.look()
                 assert caught.value.code == "memory", str(caught.value)
                 assert caught.value.needed > caught.value.cap
                 await host.offer(t.offer(peer["peer"]), 0)
 
-    with Resident(process.executor()) as seen:
-        run(main())
+    run(main())
+    seen.look()
     assert process.executor().pid == executor
     cap = 600 << 20
     print(f"resident: {seen.first_bytes >> 20} MiB before, {seen.most_bytes >> 20} at most, --memory {cap >> 20}")

@@ -291,7 +291,7 @@ class Run(Training):
         work = open_session(
             addresses=addresses_of(self._swarm),
             loopback=swarm is not None and swarm.loopback,
-            links=None if swarm is None else swarm.links,
+            links=lambda: None if swarm is None else swarm.links,
             compute=self._compute and swarm is None,
             allow_peers=self._allow_peers,
             folder=folder,

@@ -26,9 +26,12 @@ _LINKS_S = 30.0  # to read what was measured; a plan does without rather than wa
 
 
 class Swarm:
-    """`allow_peers`: only these may be given stages; empty: any. `links`: known beforehand, else as measured."""
+    """`allow_peers`: only these may be given stages; empty: any. `links`: where they are
+    known, else as measured."""
 
-    def __init__(self, board: Board, *, allow_peers: Sequence[str] = (), links: SwarmLinks | None = None) -> None:
+    def __init__(
+        self, board: Board, *, allow_peers: Sequence[str] = (), links: Callable[[], SwarmLinks | None] = lambda: None
+    ) -> None:
         self._board, self._allowed, self._links = board, frozenset(allow_peers), links
         self.addresses: dict[str, tuple[str, ...]] = {}
         self.known: list[DeviceOffer] = []
@@ -104,8 +107,9 @@ class Swarm:
 
     async def links(self) -> SwarmLinks:
         """What is measured between the peers that may be asked; nothing if the board does not say in time."""
-        if self._links is not None:
-            return self._links
+        known = self._links()
+        if known is not None:
+            return known
         try:
             async with asyncio.timeout(_LINKS_S):
                 return await read_links(self._board, await self._present())

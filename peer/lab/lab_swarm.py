@@ -14,23 +14,20 @@ DEAD_S = 30.0  # a peer with a tenth of a core may be silent for longer than one
 
 
 class LabSwarm(LocalSwarm):
-    """A LocalSwarm whose volunteers lie in `lab`. Plans see the links that the lab was built with; with `measured`
-    what the volunteers measure, as in any swarm."""
+    """A LocalSwarm whose volunteers lie in `lab`. Plans see the links as the lab has them now."""
 
     loopback = False
     every_device = False
     ready_s = 180.0
     gather_s = 300.0  # importing torch takes 5 s of a core, of which a peer may have a tenth
 
-    def __init__(self, lab: Lab, *, memory: str = "2GiB", dead_s: float = DEAD_S, measured: bool = False) -> None:
+    def __init__(self, lab: Lab, *, memory: str = "2GiB", dead_s: float = DEAD_S) -> None:
         super().__init__(len(lab.bed.peers), memory=memory, dead_s=dead_s)
-        self.lab, self._measured = lab, measured
+        self.lab = lab
         self._hosts: list[int] = []  # per volunteer launched: its place in `bed.peers`
 
     @property
-    def links(self) -> SwarmLinks | None:
-        if self._measured:
-            return None
+    def links(self) -> SwarmLinks:
         names, network = self.names, self.lab.bed.network
         index = {p.name: i for i, p in enumerate(self.lab.bed.peers)}
         return SwarmLinks(
@@ -38,7 +35,7 @@ class LabSwarm(LocalSwarm):
                 Link(
                     src=a,
                     dst=b,
-                    bandwidth_bytes_per_s=float(network.bandwidth_bytes_per_s[index[names[a]], index[names[b]]]),
+                    bandwidth_bytes_per_s=self.lab.bits_per_s(names[a], names[b]) / 8,
                     latency_s=float(network.latency_s[index[names[a]], index[names[b]]]),
                 )
                 for a, b in itertools.permutations(names, 2)
@@ -49,7 +46,7 @@ class LabSwarm(LocalSwarm):
     def names(self) -> Mapping[str, str]:
         """The testbed's name of each volunteer, by peer id."""
         peers = self.lab.bed.peers
-        return {v.ready.peer: peers[k].name for k, v in zip(self._hosts, self.volunteers, strict=True) if v.ready.peer}
+        return {v.ready.peer: peers[k].name for k, v in zip(self._hosts, self.volunteers, strict=False) if v.ready.peer}
 
     def _launch(self, addresses: Sequence[str]) -> tuple[Volunteer, int]:
         launched = super()._launch(addresses)

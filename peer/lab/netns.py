@@ -19,7 +19,18 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from fusion_p2p.errors import InputError
-from peer.lab.bed import CORE, LEAST_DELAY_S, TRAINER, Bed, Command, commands, namespaces, queues, rate_commands
+from peer.lab.bed import (
+    CORE,
+    LEAST_DELAY_S,
+    MOST_BPS,
+    TRAINER,
+    Bed,
+    Command,
+    commands,
+    namespaces,
+    queues,
+    rate_commands,
+)
 from peer.lab.delay import Delays, delays
 from peer.lab.quota import Quotas, sweep_groups
 
@@ -118,6 +129,7 @@ class Lab:
 
     def __init__(self, bed: Bed, *, quotas: bool = True) -> None:
         self.bed, self.prefix = bed, prefix()
+        self._bits_per_s = {(x.src, x.dst): x.bits_per_s for x in bed.links}
         self.delays = Delays()
         self.quotas = Quotas(self.prefix, {p.name: p.cores for p in bed.peers} if quotas else {})
 
@@ -209,6 +221,12 @@ class Lab:
         link = self.bed.link(sites.index(src), sites.index(dst))
         for command in rate_commands(self.bed, self.prefix, link, bits_per_s):
             _run(command)
+        self._bits_per_s[link.src, link.dst] = bits_per_s
+
+    def bits_per_s(self, src: str, dst: str) -> float:
+        """What the link from peer `src` to peer `dst` carries now; where nothing is between them, what a lab can."""
+        site = {p.name: p.site for p in self.bed.peers}
+        return self._bits_per_s.get((site[src], site[dst]), MOST_BPS)
 
     def listen(self, name: str, address: str) -> socket.socket:
         """A listening TCP socket at a peer's address, port chosen by the kernel."""

@@ -92,7 +92,7 @@ def _disturbed(root: Path, seed: int, faults: int, steps: int) -> tuple[str, lis
     with (
         Lab(load_bed(bed_file(root)), quotas=False) as lab,
         lab.inside(),
-        LabSwarm(lab, dead_s=8.0, measured=True) as swarm,
+        LabSwarm(lab, dead_s=8.0) as swarm,
         Chaos(swarm, schedule(seed, faults, steps), told=progress) as hand,
         Run(
             model(),

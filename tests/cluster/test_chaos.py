@@ -228,7 +228,7 @@ def test_three_hundred_steps_and_twenty_five_faults_with_adaptive_numerics(tmp_p
 @pytest.mark.root
 @pytest.mark.timeout(3600)
 def test_codecs_change_under_faults_as_links_narrow() -> None:
-    """On a lab's links, of which the planner knows what the volunteers measure."""
+    """On a lab's links, of which the planner knows the rates."""
     rows = narrowing(4, 25, 300)
     if rows[0].holds is None:
         pytest.skip(rows[0].figure)

@@ -91,8 +91,8 @@ def test_a_lying_holder_costs_only_time(tmp_path: Path) -> None:
         good, bad = await holder(network, "good", tmp_path), await holder(network, "bad", tmp_path)
         ref = BlobRef(*good.put(DATA), holders=("bad", "good"))
         bad.path(ref.hash).write_bytes(bytes(len(DATA)))
-        _, path = await fetch(network, ref, tmp_path)
-        assert path.read_bytes() == DATA
+        _, path = await fetch(network, ref, tmp_path, "trusting")  # whose own order of holders begins with the bad one
+        assert path.read_bytes() == DATA and network.opened == 2
         with pytest.raises(BlobError, match="bad: its bytes do not match the hash"):
             await fetch(network, BlobRef(ref.hash, ref.size, ("bad",)), tmp_path, "other")
         assert not list((tmp_path / "other").iterdir())
@@ -136,12 +136,16 @@ def test_a_silent_holder_is_left(tmp_path: Path) -> None:
         network = Network()
         silent: MemoryTransport = network.transport("silent")
 
+        asked: list[str] = []
+
         async def handle(stream: Any) -> None:
+            asked.append(stream.remote)
             await asyncio.Event().wait()
 
         await silent.serve(BLOBS, handle)
         ref = BlobRef(*(await holder(network, "h", tmp_path)).put(DATA), holders=("silent", "h"))
-        await fetch(network, ref, tmp_path)
+        await fetch(network, ref, tmp_path, "hopeful")  # whose own order of holders begins with the silent one
+        assert asked == ["hopeful"]
 
     run(main())
 

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from peer.control_io import MessageStream
-from peer.protocol import Drop, Heartbeat, ToVolunteer
+from peer.protocol import Heartbeat, Renew, Signed, ToVolunteer
 from tests.simulated_time import SimulatedLoop
 from tests.unit.test_links import run
 
 DECODER: msgspec.msgpack.Decoder[ToVolunteer] = msgspec.msgpack.Decoder(ToVolunteer)
-LARGE = Drop(run="r", stage=1, reason="x" * 100_000)
+LARGE = Renew(cert=Signed(b"x" * 100_000, b"", b""))
 PATIENCE_S = 0.3
 
 

@@ -6,6 +6,7 @@ plus the way from the peer to the net. The predicted round trip is the distance 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -35,6 +36,12 @@ def from_point(point: tuple[float, ...], error: float) -> Coordinate | None:
     if not (-_MAX_MS <= x <= _MAX_MS and -_MAX_MS <= y <= _MAX_MS and 0 <= height <= _MAX_MS):  # nor NaN
         return None
     return Coordinate(x, y, max(height, _MIN_HEIGHT_MS), min(max(error, 0.01), 1.0))
+
+
+@functools.lru_cache(1 << 12)  # a peer looks at the same leaders' points again and again
+def whereabouts(point: tuple[float, ...]) -> Coordinate | None:
+    """`from_point` for who only wants to know where it is."""
+    return from_point(point, 1.0)
 
 
 def predict_rtt_s(a: Coordinate, b: Coordinate) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections.abc import Iterable, Sequence
 
@@ -34,13 +35,14 @@ def pings(
     few = count // 3 + 1 if new else 1
     table = sights.table
     first = dict.fromkeys(p for p in (resigned_to, leader) if p not in ("", me))
-    unmet = sorted(
+    unmet = heapq.nsmallest(
+        LEADERS_PINGED if leading else few,
         (h for h in heads if h.leader != me and not _met(sights, h)),
         key=lambda h: (
             table[h.leader].rtt_s if h.leader in table else sights.predicted_rtt_s(h.coordinate), h.leader
         ),
     )  # fmt: skip
-    first.update(dict.fromkeys(h.leader for h in unmet[: LEADERS_PINGED if leading else few]))
+    first.update(dict.fromkeys(h.leader for h in unmet))
     leaders = sorted((s for s in table.values() if s.leading), key=lambda s: s.rtt_s)
     first.update(dict.fromkeys(s.peer for s in leaders[:2]))
     rest: dict[str, None] = dict.fromkeys(reversed(list(sights.hints)[-few:]))

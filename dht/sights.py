@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dht.coordinates import Coordinate, from_point, moved, predict_rtt_s
+from dht.coordinates import Coordinate, from_point, moved, predict_rtt_s, whereabouts
 from dht.fence_records import MAX_LINKS, Beat, LinkFigure
 from dht.identity import public_key_of
 
@@ -106,7 +106,7 @@ class Sights:
 
     def predicted_rtt_s(self, coordinate: tuple[float, ...]) -> float:
         """To a peer at a published coordinate; 0 if it published none (then it is worth a ping)."""
-        there = from_point(coordinate, 1.0)
+        there = whereabouts(coordinate)
         return 0.0 if there is None else predict_rtt_s(self.own, there)
 
     def figures(self, now: float) -> tuple[LinkFigure, ...]:

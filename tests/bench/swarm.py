@@ -14,12 +14,12 @@ import random
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tests.bench.rows import Row, arguments, at_least, at_most, progress, report
 from tests.sim.dht_traffic import Tally, search_cost
-from tests.sim.fence_world import NEW_ROUND_S, ROUND_S, Faults, World, make_sites
+from tests.sim.fence_world import NEW_ROUND_S, ROUND_S, Faults, Site, World, make_sites
 
 FAULTS = Faults(loss=0.02, delay_s=2.0, skew_s=1.5, noise=0.1)
 
@@ -64,7 +64,7 @@ def traffic(quick: bool, world: World) -> list[Row]:
     rows, figures = [], []
     for peers, sites in sizes:
         if peers != len(world.peers):
-            world = World(make_sites(sites, peers, random.Random(2)), 2)
+            world = grown(make_sites(sites, peers, random.Random(2)), 2)
             world.run(8)
         found = traffic_of(world, rounds=8 if peers < 3000 else 4)
         figures.append(found)
@@ -83,6 +83,18 @@ def traffic(quick: bool, world: World) -> list[Row]:
     if not quick:
         _save(figures)
     return rows
+
+
+def grown(sites: list[Site], seed: int, rounds: int = 10) -> World:
+    """A world whose sites fill up over `rounds`, as swarms grow; all at once, thousands of fences would be founded, and
+    merged again, before what is measured here begins."""
+    world = World([replace(s, size=s.size // rounds) for s in sites], seed)
+    for k in range(1, rounds):
+        world.step()
+        for number, site in enumerate(sites):
+            for _ in range(site.size * (k + 1) // rounds - site.size * k // rounds):
+                world.add(number)
+    return world
 
 
 @dataclass(frozen=True)

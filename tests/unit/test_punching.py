@@ -49,7 +49,8 @@ class World:
 
 def test_it_is_tried_after_a_silence_and_ever_more_rarely() -> None:
     assert QUIET_S > 120  # what Linux remembers a dial for that nobody answered
-    tries, at = 0, []
+    tries = 0
+    at: list[int] = []
     for second in range(24 * 3600):
         if is_due(second, tries):
             tries, at = tries + 1, [*at, second]

@@ -32,6 +32,7 @@ log = logging.getLogger("dht.gate")
 
 MAX_PER_RANGE = 128  # connections; a quarter of what p2pd keeps
 MAX_PENDING_PER_RANGE = 32  # of these, such as have not authenticated
+LOCAL = 4  # times as many for a local network's range: a container's port, or a proxy, shows everybody at one address
 MAX_RANGES = 500  # turned away at a time, the fullest first; the program has 4,096 instructions at most
 LOOK_S = 0.5
 _SO_ATTACH_REUSEPORT_CBPF = 51
@@ -75,7 +76,8 @@ def overfull(connected: Iterable[Remote], known: frozenset[Remote], shut: frozen
         pending[where] += remote not in known
     full = {}
     for where, count in total.items():
-        share = max(count / MAX_PER_RANGE, pending[where] / MAX_PENDING_PER_RANGE)
+        scale = 1 if ipaddress.ip_network(where).is_global else LOCAL
+        share = max(count / MAX_PER_RANGE, pending[where] / MAX_PENDING_PER_RANGE) / scale
         if share >= (0.75 if where in shut else 1.0):
             full[where] = share
     return frozenset(sorted(full, key=lambda r: (-full[r], r))[:MAX_RANGES])

@@ -17,7 +17,7 @@ import uvloop
 from dht import addresses, p2p
 from dht.door import range_of
 from dht.errors import SwarmUnreachable
-from dht.gate import MAX_PENDING_PER_RANGE, _attach, _beside, program, remotes
+from dht.gate import LOCAL, MAX_PENDING_PER_RANGE, _attach, _beside, program, remotes
 from dht.node import Board
 from dht.p2pd import MAX_FILES
 from dht.probe import dial
@@ -197,7 +197,7 @@ def test_a_storm_from_one_address_range_is_turned_away_before_it_authenticates_a
         b = await p2p.start(tmp_path / "b", host_addresses=p2p.LOOPBACK, bootstrap=boot)
         gate = a._gate
         assert gate is not None and gate.shut == frozenset()
-        silent = await silent_from("127.9.1.5", port, MAX_PENDING_PER_RANGE + 8)
+        silent = await silent_from("127.9.1.5", port, LOCAL * MAX_PENDING_PER_RANGE + 8)
         async with asyncio.timeout(WITHIN_S):
             while gate.shut != {"127.9.1.0/24"}:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -206,7 +206,7 @@ def test_a_storm_from_one_address_range_is_turned_away_before_it_authenticates_a
         for one in (b, c):
             assert await asks(one, a.peer_id) == b"ping"
         assert await dial("127.0.0.1", port, timeout_s=WITHIN_S) == "open"
-        assert held(port, "127.9.1.") <= MAX_PENDING_PER_RANGE + 8 + 4, "of 200 that came later"
+        assert held(port, "127.9.1.") <= LOCAL * MAX_PENDING_PER_RANGE + 8 + 4, "of 200 that came later"
         assert process.memory_info().rss - before < 64 << 20
         for task in more:
             task.cancel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dht.gate import MAX_PENDING_PER_RANGE, MAX_PER_RANGE, MAX_RANGES, overfull, program, remotes
+from dht.gate import LOCAL, MAX_PENDING_PER_RANGE, MAX_PER_RANGE, MAX_RANGES, overfull, program, remotes
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
 TABLE = HEAD + "".join(
@@ -31,25 +31,32 @@ def test_the_kernels_table_is_read() -> None:
 
 
 def test_a_range_over_its_share_is_turned_away_until_it_is_clearly_below() -> None:
-    few, many = crowd("203.0.113", MAX_PENDING_PER_RANGE - 1), crowd("198.51.100", MAX_PENDING_PER_RANGE)
+    few, many = crowd("1.2.3", MAX_PENDING_PER_RANGE - 1), crowd("5.6.7", MAX_PENDING_PER_RANGE)
     assert overfull(few, frozenset(), frozenset()) == frozenset()
     shut = overfull([*few, *many], frozenset(), frozenset())
-    assert shut == {"198.51.100.0/24"}
+    assert shut == {"5.6.7.0/24"}
     assert overfull(many[:-2], frozenset(), shut) == shut
     assert overfull(many[: MAX_PENDING_PER_RANGE // 2], frozenset(), shut) == frozenset()
     assert overfull(many, frozenset(many), frozenset()) == frozenset()  # they have authenticated
-    known = crowd("198.51.100", MAX_PER_RANGE)
-    assert overfull(known, frozenset(known), frozenset()) == {"198.51.100.0/24"}
+    known = crowd("5.6.7", MAX_PER_RANGE)
+    assert overfull(known, frozenset(known), frozenset()) == {"5.6.7.0/24"}
     assert overfull(known[1:], frozenset(known), frozenset()) == frozenset()
-    house = [(f"2001:db8:1:{k:x}::9", k) for k in range(MAX_PENDING_PER_RANGE)]
-    assert overfull(house, frozenset(), frozenset()) == {"2001:db8:1::/48"}
+    house = [(f"2a00:1:1:{k:x}::9", k) for k in range(MAX_PENDING_PER_RANGE)]
+    assert overfull(house, frozenset(), frozenset()) == {"2a00:1:1::/48"}
+
+
+def test_a_local_networks_range_has_more() -> None:
+    """Whoever comes through a container's published port may be seen at one private address."""
+    many = crowd("172.17.0", LOCAL * MAX_PENDING_PER_RANGE)
+    assert overfull(many[1:], frozenset(), frozenset()) == frozenset()
+    assert overfull(many, frozenset(), frozenset()) == {"172.17.0.0/24"}
 
 
 def test_the_fullest_ranges_come_first_and_the_program_fits() -> None:
-    fullest = crowd("203.0.113", 2 * MAX_PENDING_PER_RANGE)
-    others = [r for k in range(600) for r in crowd(f"10.{k // 250}.{k % 250}", MAX_PENDING_PER_RANGE)]
+    fullest = crowd("1.2.3", 2 * MAX_PENDING_PER_RANGE)
+    others = [r for k in range(600) for r in crowd(f"8.{k // 250}.{k % 250}", MAX_PENDING_PER_RANGE)]
     shut = overfull([*others, *fullest], frozenset(), frozenset())
-    assert len(shut) == MAX_RANGES and "203.0.113.0/24" in shut
+    assert len(shut) == MAX_RANGES and "1.2.3.0/24" in shut
     wide = [f"2001:db8:{k:x}::/48" for k in range(MAX_RANGES)]
     for ranges, v6 in ((shut, False), (wide, True)):
         assert len(program(ranges, v6=v6)) <= 8 * 4096

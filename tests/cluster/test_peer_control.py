@@ -275,9 +275,9 @@ def test_who_may_lead_and_what_is_believed(volunteer: Volunteer, tmp_path: Path)
                     (first.offer(peer["peer"], key=signing.new_session_key()), "signature"),
                     (first.offer(first.transport.peer_id), "signature"),
                     (first.offer(peer["peer"], device="cuda:0"), "policy"),
-                    (first.offer(peer["peer"], numerics=TWO_THREADS), "policy"),
                     (first.offer(peer["peer"], opdag=b"{}"), "admission"),
                     (first.offer(peer["peer"], opdag=b""), "admission"),
+                    (first.offer(peer["peer"], numerics=TWO_THREADS), "policy"),  # from here on it knows the OP-DAG
                 ):
                     with pytest.raises(RefusedError) as caught:
                         await host.offer(offer, 0)

@@ -53,7 +53,9 @@ def test_what_is_kept_leaves_memory_is_read_back_and_goes_with_the_set(tmp_path:
             a.trim(20)
             assert a.outbox_share() == 1.0 and a.held_bytes() + spill.used_bytes >= 4000
             a.trim(24)
-            assert not files(tmp_path) and spill.used_bytes == 0
+            # A thread may be writing still: its file goes once it is back.
+            while files(tmp_path) or spill.used_bytes:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         assert not files(tmp_path)
 
     run(main())

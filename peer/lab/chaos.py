@@ -91,8 +91,8 @@ def parse(text: str) -> tuple[int, int]:
 class Chaos:
     """A context manager around a run on `swarm`. Call `after(step, plan)` on the training thread with each step done.
 
-    Lost volunteers are replaced by fresh ones; a fault that would leave fewer than LEAST_ALIVE able ones waits for
-    those. `told` hears one line per fault. On leaving, everything that is frozen goes on.
+    Lost volunteers are replaced by fresh ones; a fault that would leave fewer than LEAST_ALIVE able ones, or has none
+    to strike but them, waits for those. `told` hears one line per fault. On leaving, everything that is frozen goes on.
     """
 
     def __init__(self, swarm: LocalSwarm, faults: Sequence[Fault], told: Callable[[str], None] = log.info) -> None:
@@ -136,7 +136,7 @@ class Chaos:
             self._coming.append(self._swarm.launch(self.able))
             return self._tell(fault, "")
         wanted = LEAST_ALIVE + TAKES_AWAY.get(fault.kind, 0)
-        while self._coming and len(self.able) < wanted:
+        while self._coming and (len(self.able) < wanted or not self._victims(fault, plan)):
             self._welcome()
         victims = self._victims(fault, plan)
         if len(self.able) < wanted or not victims:

@@ -28,8 +28,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## train GPT-2 on a swarm of 4 volunteer processes on this machine (5 minutes)
 	@$(BIN)/fusion-run train examples/gpt2.toml --local 4 --run-dir runs/demo-$$(date +%Y%m%d-%H%M%S)
 
+# Exit code 1: tests failed. A few that start processes are tried once more without neighbours, and named.
 test: setup  ## all tests (at most 20 minutes on 2 cores)
-	$(BIN)/python -m pytest tests -m "not soak" -n 3 --dist loadfile
+	@rm -f .pytest_cache/v/cache/lastfailed
+	$(BIN)/python -m pytest tests -o addopts=-q -m "not soak" -n 3 --dist loadfile || \
+	  { test $$? -eq 1 && $(BIN)/python -m tests.alone; }
 
 unit: setup  ## unit tests only (no sockets, under a minute)
 	$(BIN)/python -m pytest tests/unit -m "not soak"

@@ -366,7 +366,7 @@ def test_leaving_tells_the_trainer(volunteer: Volunteer, tmp_path: Path) -> None
                 await host.offer(t.offer(peer["peer"]), 0)
                 process.process.send_signal(signal.SIGTERM)
                 await asyncio.wait({link})
-                assert [f.code for f in t.faults] == ["leaving"]
+                assert [f.code for f in t.faults] == ["leaving"], link
 
     run(main())
     assert process.process.wait(240) == 0

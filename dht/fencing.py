@@ -20,6 +20,7 @@ from dht.errors import DhtError, RecordError
 from dht.fences import FenceMachine, Stand
 from dht.node import Board
 from dht.probe import Pong, Prober
+from dht.rates import is_telling
 from dht.records import Record
 
 log = logging.getLogger("dht.fencing")
@@ -27,9 +28,6 @@ log = logging.getLogger("dht.fencing")
 _AT_ONCE = 8  # pings
 _ROUND_LIMIT_S = 40.0
 _RETRY_S = 5.0
-MIN_OBSERVED_BYTES = 256 << 10
-MIN_OBSERVED_S = 0.05
-LONG_OBSERVED_S, MIN_BYTES_OF_LONG = 4.0, 32 << 10  # a link so slow passes no more in that time
 
 
 class Probes(Protocol):
@@ -90,8 +88,7 @@ class Fencing:
 
     def observe(self, peer: str, sent_bytes: int, seconds: float) -> None:
         """`sent_bytes` went to `peer` in `seconds` without a pause: a better figure than any probe, at no cost."""
-        least = MIN_OBSERVED_BYTES if seconds < LONG_OBSERVED_S else MIN_BYTES_OF_LONG
-        if sent_bytes >= least and seconds >= MIN_OBSERVED_S:
+        if is_telling(sent_bytes, seconds):
             self.machine.rated(peer, sent_bytes / seconds, 0.0, self.board.clock.now())
 
     async def close(self) -> None:

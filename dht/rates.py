@@ -14,6 +14,14 @@ _FIRST_WINDOW, _MAX_WINDOW = 64 << 10, 8 << 20
 _QUICK_S = 0.1
 _MIN_SPAN_S = 0.02
 _MAX_SAMPLES = 4096
+LONG_S = 5.0  # of own traffic
+_LEAST_S, _LEAST_BYTES, _LEAST_BYTES_OF_LONG = 0.05, 256 << 10, 32 << 10
+
+
+def is_telling(passed_bytes: int, seconds: float) -> bool:
+    """Whether own traffic without a pause was long and large enough to say something about the link rather than about
+    one frame's latency. In a whole LONG_S fewer bytes suffice: a link of 100 kbit/s passes no more."""
+    return seconds >= _LEAST_S and passed_bytes >= (_LEAST_BYTES if seconds < LONG_S else _LEAST_BYTES_OF_LONG)
 
 
 class Window:

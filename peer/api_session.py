@@ -87,8 +87,8 @@ async def open_session(
     data_state: bytes,
     replay: Replay | None = None,
 ) -> SwarmSession:
-    """Join the swarm and place the run. On failure everything opened is closed again. `links`: where they are
-    known, what volunteers measure does not count."""
+    """Join the swarm and place the run. On failure everything opened is closed again. `links`: where they are known,
+    what volunteers measure does not count."""
     async with contextlib.AsyncExitStack() as stack:
         transport = await p2p.start(
             folder.root / "trainer.key",

@@ -1,15 +1,12 @@
 """How fast a channel's stream takes bytes, seen from its own traffic: a better figure than any probe, at no cost. Pure.
 
-A busy spell lasts from the first byte put on the way until all is acknowledged, or LONG_S; its rate counts if it was
-long and large enough to say something about the link rather than about one frame's latency. In a whole LONG_S fewer
-bytes suffice: a link that has narrowed to 100 kbit/s passes no more.
+A busy spell lasts from the first byte put on the way until all is acknowledged, or LONG_S; its rate counts where it is
+telling (`dht.rates`).
 """
 
 from __future__ import annotations
 
-LONG_S = 5.0
-LEAST_S, LEAST_BYTES = 0.05, 256 << 10
-LEAST_BYTES_LONG = 32 << 10
+from dht.rates import LONG_S, is_telling
 
 
 class Throughput:
@@ -33,8 +30,7 @@ class Throughput:
             return None
         found = self._done, now - self._since
         self._since, self._done = (now if waiting else None), 0
-        least = LEAST_BYTES if found[1] < LONG_S else LEAST_BYTES_LONG
-        return found if found[0] >= least and found[1] >= LEAST_S else None
+        return found if is_telling(*found) else None
 
     def broke(self) -> None:
         """The stream ended: what a spell with a hole in it says is nothing."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from dht.errors import DhtError
@@ -26,8 +27,7 @@ _LINKS_S = 30.0  # to read what was measured; a plan does without rather than wa
 
 
 class Swarm:
-    """`allow_peers`: only these may be given stages; empty: any. `links`: where they are
-    known, else as measured."""
+    """`allow_peers`: only these may be given stages; empty: any. `links`: where they are known, else as measured."""
 
     def __init__(
         self, board: Board, *, allow_peers: Sequence[str] = (), links: Callable[[], SwarmLinks | None] = lambda: None
@@ -44,18 +44,12 @@ class Swarm:
         After a death this may take seconds: the dead node is asked too. DhtError if the board does not answer and is
         not to be asked again, within `patience_s`.
         """
-        now = asyncio.get_running_loop().time
-        until = now() + patience_s
-        while True:
-            try:
-                self.known = [o for record in await self._present() for o in offers_of(record)]
-                self._views = {view.id: view for view in await self._board.fences()}
-                return self.known
-            except DhtError as error:
-                if now() >= until:
-                    raise
-                log.info("the board is asked again: %s", error)
-            await asyncio.sleep(_LOOK_S)
+        return await _again(self._look, patience_s)
+
+    async def _look(self) -> list[DeviceOffer]:
+        self.known = [o for record in await self._present() for o in offers_of(record)]
+        self._views = {view.id: view for view in await self._board.fences()}
+        return self.known
 
     def nominees(self, lost: frozenset[str]) -> list[str]:
         """Whom the leaders of the lost peers' fences propose, as read last: by name, then their other spares."""
@@ -85,12 +79,7 @@ class Swarm:
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    try:
-                        present = await self._present()
-                    except DhtError as error:  # of a busy machine, say; it is waited for as volunteers are
-                        log.info("the board is asked again: %s", error)
-                        await asyncio.sleep(_LOOK_S)
-                        continue
+                    present = await _again(self._present, math.inf)  # it is waited for as volunteers are
                     ready = {r.peer: offers for r in present if (offers := offers_of(r))}
                     if len(ready) != count:
                         count = len(ready)
@@ -126,6 +115,20 @@ class Swarm:
 
     def now(self) -> float:
         return self._board.clock.now()
+
+
+async def _again(ask: Callable[[], Awaitable[T]], patience_s: float) -> T:
+    """What `ask` finds; a board that does not answer, as on a busy machine, is asked again for `patience_s`."""
+    now = asyncio.get_running_loop().time
+    until = now() + patience_s
+    while True:
+        try:
+            return await ask()
+        except DhtError as error:
+            if now() >= until:
+                raise
+            log.info("the board is asked again: %s", error)
+        await asyncio.sleep(_LOOK_S)
 
 
 def _remember(known: dict[str, T], peer: str, value: T) -> None:

@@ -160,8 +160,8 @@ class Volunteer:
         """Check, then hand to the device's executor, which answers later. RefusedError otherwise."""
         if not self.leases.leads(session.cert):
             raise RefusedError("lease", f"run {session.spec.run} is led by another trainer now")
-        if self._going or self._left:
-            raise RefusedError("policy", self._going or self._left)
+        if reason := self._going or self._left:
+            raise RefusedError("policy", reason)
         a = check_assignment(offer.assignment, session.spec, session.cert, target_peer=self.peer_id, now=time.time())
         others = sum(1 for key in self.stages if key != (a.run, a.stage))
         check_run(self.policy, session.spec, minute_of_day())

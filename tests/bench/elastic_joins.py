@@ -19,8 +19,8 @@ from peer.blobs import BlobStore, fetch_blob, serve_blobs
 from peer.channel_io import ChannelSettings
 from peer.protocol import BlobRef
 from peer.ratelimit import BURST_BYTES, Limiter
+from tests.bench.elastic_cost import in_turns, over, unless_disturbed
 from tests.bench.elastic_faults import open_run
-from tests.bench.main_job import DISTURBED, turn
 from tests.bench.rows import Row, at_most, progress
 from tests.cluster.comings import visits
 
@@ -133,7 +133,7 @@ def comings_and_goings(count: int, seconds: float) -> list[Row]:
         ),
         at_most("  their memory, over before", rss, 1.1),
         at_most("  step time after, over that of a new run on the same volunteers, in turns", fresh, 1.25),
-        _unless_disturbed("  step time after, over before", found.step_s_after / found.step_s_before, 1.25, others),
+        unless_disturbed("  step time after, over before", found.step_s_after / found.step_s_before, 1.25, others),
     ]
 
 
@@ -144,15 +144,7 @@ def _over_a_new_run(run: Run, swarm: LocalSwarm, blocks: int = 5, steps: int = 1
     with open_run(swarm, 200, stages=3) as new:
         new.train(2)
         for number in range(blocks):
-            first, second = (run, new) if number % 2 else (new, run)
-            found = [(r is run, turn(r.train, steps)) for r in (first, second, second, first)]
-            old_s = sum(t.step_s for is_old, t in found if is_old)
-            ratios.append(old_s / sum(t.step_s for is_old, t in found if not is_old))
-            others += [t.others for _, t in found]
+            old, fresh = in_turns(run, new, number, steps)
+            ratios.append(over(old, fresh))
+            others += [t.others for t in (*old, *fresh)]
     return statistics.median(ratios), statistics.median(others)
-
-
-def _unless_disturbed(case: str, figure: float, bound: float, others: float) -> Row:
-    if others > DISTURBED:
-        return Row(f"{case} (disturbed: others took {others:.0%})", f"{figure:.3g}", f"<= {bound:g}", None)
-    return at_most(case, figure, bound)

@@ -7,11 +7,9 @@ import itertools
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 
-import fusion_p2p
 from fusion_p2p.plan import NumericLogEntry
 from peer.api import Run
 from peer.data_stream import as_source
@@ -21,24 +19,13 @@ from peer.lab.chaos import Chaos, schedule
 from peer.lab.lab_swarm import LabSwarm
 from peer.lab.netns import Lab, unsupported
 from peer.lab.undisturbed import undisturbed_weights
+from tests.bench.elastic_cost import DEMO_OPTIMIZER, demo_model
 from tests.bench.rows import Row, at_least, progress
 
 PEERS, STAGES = 5, 4
 SAMPLES, LENGTH = 4, 64  # of a micro-batch, of which a step has four
 WIDE_MBPS, NARROW_MBPS = 200.0, 3.0
 STEPS_OF_A_RATE = 25  # a look at the links comes every 20 s, and two in a row must want a change
-ADAMW = fusion_p2p.AdamW(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, clip_norm=1.0)
-
-
-def model() -> torch.nn.Module:
-    """That of examples/gpt2.toml."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 1024, "n_positions": 64, "n_embd": 128, "n_layer": 4, "n_head": 4}
-    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    made: torch.nn.Module = GPT2LMHeadModel(GPT2Config(**sizes, **off, use_cache=False, bos_token_id=0, eos_token_id=0))
-    return made.train()
 
 
 def batches(steps: int) -> list[dict[str, torch.Tensor]]:
@@ -71,8 +58,8 @@ def narrowing(seed: int, faults: int, steps: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as root:
         found, log, seen, struck = _disturbed(Path(root), seed, faults, steps)
         expected = undisturbed_weights(
-            model(), as_source(batches(steps), Path(root)), numerics=log[0].numerics, log=log, optimizer=ADAMW,
-            steps=steps,
+            demo_model(), as_source(batches(steps), Path(root)), numerics=log[0].numerics, log=log,
+            optimizer=DEMO_OPTIMIZER, steps=steps,
         )  # fmt: skip
     for entry in log:
         codecs = ", ".join(f"{c.src}-{c.dst} {c.codec}" for c in entry.numerics.codecs) or "dense"
@@ -95,9 +82,9 @@ def _disturbed(root: Path, seed: int, faults: int, steps: int) -> tuple[str, lis
         LabSwarm(lab, dead_s=8.0) as swarm,
         Chaos(swarm, schedule(seed, faults, steps), told=progress) as hand,
         Run(
-            model(),
+            demo_model(),
             data=batches(steps),
-            optimizer=ADAMW,
+            optimizer=DEMO_OPTIMIZER,
             micro_batches=4,
             micro_batch_size=SAMPLES,
             stages=STAGES,

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ import pytest
 
 from dht.records import TTL_S
 from tests.cluster import monitor_swarm
+from tests.cluster.eventually import WITHIN_S, until
 from tests.cluster.monitor_browser import browser, need_browser, pictures_folder
 from tests.cluster.monitor_swarm import Swarm
 
 pytestmark = pytest.mark.timeout(900)
 
-WITHIN_S = 240.0
 STEP = ".figures span:nth-child(2) b"
 
 
@@ -119,14 +119,6 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 def desktop(scene: Scene) -> Iterator[Any]:
     with browser() as driver:
         yield driver
-
-
-def until(check: Callable[[], Any], what: str, timeout_s: float = WITHIN_S) -> Any:
-    end = time.monotonic() + timeout_s
-    while not (found := check()):
-        assert time.monotonic() < end, f"{what}: not within {timeout_s:g} s"
-        time.sleep(0.1)
-    return found
 
 
 def js(driver: Any, script: str) -> Any:

@@ -331,7 +331,6 @@ SCRIPT = """
 import asyncio, torch
 import fusion_p2p
 from tests.cluster import plain
-from tests.cluster.eventually import until
 torch.set_num_threads(1)
 async def cell():
     with fusion_p2p.Run(plain.gpt2(layers=1), data=plain.token_batches(4, 4), micro_batches=2, micro_batch_size=2,

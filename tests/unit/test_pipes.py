@@ -190,7 +190,7 @@ def test_tensor_streams_can_be_called_back_and_others_stay(tmp_path: Path) -> No
                 while caller.pipes.talking or called.pipes.talking:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
 
-    asyncio.run(main())
+    simulate(main())
 
 
 def test_a_stream_ends_with_its_host_and_the_next_goes_by_another(tmp_path: Path) -> None:

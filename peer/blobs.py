@@ -16,7 +16,7 @@ import re
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -221,13 +221,12 @@ async def fetch_blob(
     ref: BlobRef,
     *,
     max_bytes: int,
-    addresses: Mapping[str, tuple[str, ...]] | None = None,
     settings: ChannelSettings | None = None,
 ) -> Path:
     """The blob, verified, in `store`. Holders are asked in an order of this peer's own, so that many who fetch the
     same blob spread over them; each takes up where the last one broke off. BlobError, naming each, if none has it.
 
-    `addresses`: where holders live, as far as it is known; `max_bytes`: most that may be taken.
+    `max_bytes`: most that may be taken.
     """
     settings = settings or ChannelSettings()
     if store.has(ref.hash):
@@ -242,7 +241,7 @@ async def fetch_blob(
         for attempt in range(ROUNDS):
             for holder in order:
                 try:
-                    known = (addresses or {}).get(holder, ())
+                    known = ref.addresses.get(holder, ())
                     await _fetch_from(transport, holder, known, part, store, run, ref, settings)
                 except (*STREAM_ERRORS, BlobError) as error:
                     if isinstance(error, DiskFull):

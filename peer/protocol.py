@@ -68,11 +68,13 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlobRef(msgspec.Struct, frozen=True):
-    """A snapshot's bytes: BLAKE2b-256 hex, size, and the peers that hold it."""
+    """A snapshot's bytes: BLAKE2b-256 hex, size, the peers that hold it, and where those live as far as it is known.
+    Who cannot be dialled is reached by way of the hosts that its addresses name, and in no other way."""
 
     hash: str
     size: int
     holders: tuple[str, ...]
+    addresses: Annotated[dict[str, Annotated[tuple[str, ...], Meta(max_length=16)]], Meta(max_length=64)] = {}
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):

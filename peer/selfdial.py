@@ -51,12 +51,13 @@ class SelfDial:
     async def connect(self, peer_id: str, addresses: tuple[str, ...], *, timeout_s: float = 10.0) -> None:
         if peer_id == self.peer_id:
             return
-        hosts = hosts_of(addresses)
-        self._hosts.pop(peer_id, None)
-        if hosts:
-            self._hosts[peer_id] = hosts
+        if addresses:  # else what is known stays
+            self._hosts.pop(peer_id, None)
+            if hosts := hosts_of(addresses):
+                self._hosts[peer_id] = hosts
             if len(self._hosts) > _KNOWN:
                 del self._hosts[next(iter(self._hosts))]
+        hosts = self._hosts.get(peer_id, ())
         try:
             await self._inner.connect(peer_id, addresses, timeout_s=timeout_s / 2 if hosts else timeout_s)
         except PeerUnreachable:

@@ -278,6 +278,11 @@ class Assembly:
         )
         return (msgspec.structs.replace(self.me, addresses=self._own_addresses()), *stages)
 
+    def where(self, peers: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Their addresses, as far as they are known; our own too."""
+        known = {**self.addresses, self._transport.peer_id: self._own_addresses()}
+        return {peer: known[peer] for peer in peers if known.get(peer)}
+
     async def connect(self, plan: Plan) -> list[HostLost]:
         """Tell every host where the others live; those that could not be told."""
         endpoints, run, lost = self.endpoints(), self._session.spec.run, list[HostLost]()

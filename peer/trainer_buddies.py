@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dht.errors import DhtError
 from fusion_p2p.plan import Plan
 from peer.errors import RefusedError
-from peer.protocol import BlobRef, Keep
+from peer.protocol import Keep
 from peer.trainer_host import HostLost
 from peer.trainer_live import Live
 from peer.trainer_state import Manifest, StageFile
@@ -51,7 +51,7 @@ class BuddyKeeper:
     async def _ask(self, tick: int, entry: StageFile, host: str, buddy: str | None) -> None:
         """Ask `buddy`; who cannot keep it is replaced at once by the next best."""
         live, cannot = self._live, set[str]()
-        ref = BlobRef(entry.hash, entry.size, (live.transport.peer_id, *[host] * bool(host)))
+        ref = live.ref(entry.hash, entry.size, *[host] * bool(host))
         message = Keep(run=live.run, stage=entry.stage, tick=tick, state=ref, readers=self._told)
         while buddy is not None:
             live.keepers[entry.hash] = buddy

@@ -269,7 +269,13 @@ class SetKeeper:
                 for k, error in errors.items():
                     if error is not None:
                         raise BlobError(f"stage {k} made no snapshot at tick {tick}: {error}")
-                return [_held_by(*waiting[k]) for k in sorted(waiting)]
+                return [self._held_by(*waiting[k]) for k in sorted(waiting)]
+
+    def _held_by(self, p: StagePlacement, made: asyncio.Future[Snapshotted]) -> Snapshotted:
+        """What it made, to be had from that host: nobody else is asked on its word."""
+        answer, holders = made.result(), (p.peer,)
+        ref = BlobRef(answer.state.hash, answer.state.size, holders, self._live.assembly.where(holders))
+        return msgspec.structs.replace(answer, state=ref)
 
     async def _fetch(self, made: Snapshotted, *, again: bool) -> dict[str, bytes]:
         """`codec_digests` of it. BlobError unless the bytes are here and can be the stage's snapshot.
@@ -284,14 +290,7 @@ class SetKeeper:
             if ref.size > most:
                 raise InputError(f"a snapshot of {ref.size} bytes, of this stage at most {most}")
             before_s = self._clock()
-            path = await fetch_blob(
-                live.transport,
-                live.folder.blobs,
-                live.run,
-                ref,
-                max_bytes=most,
-                addresses=live.swarm.addresses,
-            )
+            path = await fetch_blob(live.transport, live.folder.blobs, live.run, ref, max_bytes=most)
             self._bytes_per_s = ref.size / max(1e-3, self._clock() - before_s)
             return await asyncio.to_thread(_check, check, path, ref)
         except InputError as error:
@@ -307,12 +306,6 @@ class SetKeeper:
 
 def _same(a: StagePlacement, b: StagePlacement) -> bool:
     return (a.peer, a.incarnation) == (b.peer, b.incarnation)
-
-
-def _held_by(p: StagePlacement, made: asyncio.Future[Snapshotted]) -> Snapshotted:
-    """What it made, to be had from that host: nobody else is asked on its word."""
-    answer = made.result()
-    return msgspec.structs.replace(answer, state=msgspec.structs.replace(answer.state, holders=(p.peer,)))
 
 
 def _check(check: SnapshotCheck, path: Path, ref: BlobRef) -> dict[str, bytes]:

@@ -62,12 +62,12 @@ async def spread(root: Path, size: int, bytes_per_s: float) -> tuple[bool, float
             store = BlobStore(root / f"holder{k}")
             blob, _ = await asyncio.to_thread(store.put, data)
             await serve_blobs(holder, store, lambda *_: True, limiter=limiters[k], settings=SETTINGS)
-        ref = BlobRef(blob, size, tuple(h.peer_id for h in holders))
+        ref = BlobRef(blob, size, tuple(addresses), addresses)
 
         async def fetch(k: int) -> bool:
             joiner = await peer(f"joiner{k}", bootstrap)
             store = BlobStore(root / f"joiner{k}")
-            path = await fetch_blob(joiner, store, "r", ref, max_bytes=size, addresses=addresses, settings=SETTINGS)
+            path = await fetch_blob(joiner, store, "r", ref, max_bytes=size, settings=SETTINGS)
             return path.read_bytes() == data
 
         tasks = [asyncio.create_task(fetch(k)) for k in range(JOINERS)]

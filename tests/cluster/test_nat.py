@@ -103,6 +103,16 @@ def swarm(folder: Path) -> Iterator[dict[str, Node]]:
                 node.close()
 
 
+@contextlib.contextmanager
+def ending(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """It ends with the block."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
 def reference(steps: int) -> list[float]:
     import torch
 
@@ -119,34 +129,36 @@ def test_peers_behind_nat_train_through_a_pipe_and_go_on_when_its_host_dies(tmp_
             assert home.status()["reach"] in ("relay", "none")
             home.measured()
         net = homes[0]._net
-        trainer = subprocess.Popen(
-            net.command(
-                "desk", sys.executable, "-m", "tests.netlab.train_once", str(tmp_path / "run"), "4",
-                ",".join(h.peer for h in homes), nodes["one"].address, nodes["two"].address,
-            ),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-            env={**os.environ, "FUSION_HOME": str(tmp_path / "desk")},
+        command = net.command(
+            "desk", sys.executable, "-m", "tests.netlab.train_once", str(tmp_path / "run"), "4",
+            ",".join(h.peer for h in homes), nodes["one"].address, nodes["two"].address,
         )  # fmt: skip
-        assert trainer.stdin is not None and trainer.stdout is not None and trainer.stderr is not None
         losses: list[float] = []
         killed = ""
         heard = []
-        for line in trainer.stdout:
-            said = json.loads(line)
-            heard.append(line)
-            if said["event"] == "ready":
-                assert sorted(said["hosts"]) == sorted(h.peer for h in homes)
-            if said["event"] == "step":
-                losses.append(said["loss"])
-                if len(losses) == 2:  # the host that carries most dies
-                    busiest = max((nodes["one"], nodes["two"]), key=lambda n: int(n.status()["piped_bytes"]))
-                    assert busiest.status()["pipes"] > 0 and busiest.status()["piped_bytes"] > 100_000
-                    killed = busiest.name
-                    busiest.end()
-            if said["event"] in ("ready", "step"):
-                trainer.stdin.write("\n")
-                trainer.stdin.flush()
-        assert trainer.wait(300) == 0, trainer.stderr.read() + "".join(heard)
+        with (tmp_path / "trainer.txt").open("w+") as errors, ending(
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT,
+                env={**os.environ, "FUSION_HOME": str(tmp_path / "desk")},
+            )
+        ) as trainer:  # fmt: skip
+            assert trainer.stdin is not None and trainer.stdout is not None
+            for line in trainer.stdout:
+                said = json.loads(line)
+                heard.append(line)
+                if said["event"] == "ready":
+                    assert sorted(said["hosts"]) == sorted(h.peer for h in homes), "".join(heard)
+                if said["event"] == "step":
+                    losses.append(said["loss"])
+                    if len(losses) == 2:  # the host that carries most dies
+                        busiest = max((nodes["one"], nodes["two"]), key=lambda n: int(n.status()["piped_bytes"]))
+                        assert busiest.status()["pipes"] > 0 and busiest.status()["piped_bytes"] > 100_000
+                        killed = busiest.name
+                        busiest.end()
+                if said["event"] in ("ready", "step"):
+                    trainer.stdin.write("\n")
+                    trainer.stdin.flush()
+            assert trainer.wait(300) == 0, Path(errors.name).read_text() + "".join(heard)
         assert losses == pytest.approx(reference(4), rel=1e-5)
         other = nodes["two" if killed == "one" else "one"]
         assert other.status()["piped_bytes"] > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 from fusion_p2p import SGD, Run
@@ -17,8 +18,12 @@ from tests.cluster import plain
 SAMPLES, MICRO = 4, 2
 
 
+_ONE_LINE = threading.Lock()  # a run's events are heard on its own thread
+
+
 def say(event: str, **what: object) -> None:
-    print(json.dumps({"event": event, **what}), flush=True)
+    with _ONE_LINE:
+        print(json.dumps({"event": event, **what}), flush=True)
 
 
 def main(folder: Path, steps: int, peers: list[str], swarm: list[str]) -> None:

@@ -16,12 +16,16 @@ from dht.identity import Identity
 from dht.records import PeerRecord
 from dht.transport import Stream
 from peer import pipe_host, pipe_seal, pipes
+from peer.blobs import BlobStore, fetch_blob, serve_blobs
+from peer.channel_io import ChannelSettings
 from peer.control_io import MessageStream
+from peer.errors import BlobError
 from peer.pipe_host import PIPE, PipeHost
 from peer.pipe_seal import Handshake, Sealer, Unreadable
 from peer.pipe_service import pipe_hosts
 from peer.pipes import Pipes, circuit, hosts_of
-from peer.protocol import BLOBS, CONTROL, data_protocol
+from peer.protocol import BLOBS, CONTROL, BlobRef, data_protocol
+from peer.ratelimit import Limiter
 from peer.selfdial import SelfDial
 from tests.memory_transport import MemoryTransport, Network
 from tests.simulated_time import simulate
@@ -122,6 +126,33 @@ def test_two_private_peers_exchange_bytes_that_the_host_cannot_read(tmp_path: Pa
             assert SECRET not in w.network.wire
             carried = w.hosts[0][1].carried
             assert len(SECRET) * 1000 < carried[caller.dial.peer_id] < 1.01 * len(SECRET) * 1000 + 1000
+
+    simulate(main())
+
+
+def test_a_snapshot_of_a_holder_that_nobody_can_dial_comes_through_a_pipe_by_what_its_ref_says(tmp_path: Path) -> None:
+    """As an executor has it from a stage's offer: no other process's knowledge of addresses, no connection so far."""
+
+    async def main() -> None:
+        async with world(tmp_path) as w:
+            fetcher, holder = w.peers
+            kept, fetched = BlobStore(tmp_path / "kept"), BlobStore(tmp_path / "fetched")
+            blob, size = kept.put([SECRET * 1000])
+            await holder.dial.stop_serving(BLOBS)
+            await serve_blobs(
+                holder.dial, kept, lambda peer, run, blob: True, limiter=Limiter(None), settings=ChannelSettings()
+            )
+            where = {holder.dial.peer_id: (address(holder.dial.peer_id), *holder.pipes.addresses())}
+            executor = SelfDial(fetcher.inner, fetcher.dial.folder)
+            with pytest.raises(BlobError, match="could not be fetched"):
+                ref = BlobRef(blob, size, (holder.dial.peer_id,))
+                await fetch_blob(executor, fetched, "r", ref, max_bytes=size)
+            ref = BlobRef(blob, size, (holder.dial.peer_id,), where)
+            path = await fetch_blob(executor, fetched, "r", ref, max_bytes=size)
+            assert path.read_bytes() == SECRET * 1000
+            assert SECRET not in w.network.wire
+            fetched.delete(blob)
+            await fetch_blob(executor, fetched, "r", BlobRef(blob, size, ref.holders), max_bytes=size)  # still known
 
     simulate(main())
 

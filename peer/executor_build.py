@@ -25,7 +25,7 @@ from fusion_p2p.stage import Stage
 from fusion_p2p.trial import TrialTimes, trial
 from fusion_p2p.workload import atoms
 from peer.errors import RefusedError
-from peer.executor_memory import MemoryLimit, asked_bytes, gib, is_out_of_memory
+from peer.executor_memory import MemoryLimit, asked_bytes, gib, is_out_of_memory, let_go
 from peer.executor_protocol import HostStage
 from peer.op_times import shape_of
 from peer.protocol import AtomSeconds
@@ -69,17 +69,25 @@ def build(
     limit.reset_peak()
     try:
         return _build(host, state_path, limit, before, compute, operators)
-    except RefusedError:
-        raise
-    except FusionError as error:
-        raise RefusedError("admission", f"stage {host.assignment.stage} is refused: {error}") from error
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+    except (FusionError, RuntimeError, MemoryError) as error:
+        refusal = _refusal(error, host.assignment.stage, limit)
+        if refusal is None:
             raise
-        needed = max(limit.peak(), limit.held()) + asked_bytes(error)
-        raise out_of_memory(host.assignment.stage, needed, limit.cap_bytes) from error
+        let_go(error)
     finally:
         _release_memory()
+    raise refusal
+
+
+def _refusal(error: Exception, stage: int, limit: MemoryLimit) -> RefusedError | None:
+    """None: not the offer's fault."""
+    if isinstance(error, RefusedError):
+        return error
+    if isinstance(error, FusionError):
+        return RefusedError("admission", f"stage {stage} is refused: {error}")
+    if is_out_of_memory(error):
+        return out_of_memory(stage, max(limit.peak(), limit.held()) + asked_bytes(error), limit.cap_bytes)
+    return None
 
 
 def _build(

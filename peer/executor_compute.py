@@ -19,6 +19,7 @@ import torch
 from fusion_p2p.frame import Frame
 from fusion_p2p.stage import Stage
 from fusion_p2p.suspicion import Suspicion
+from peer.executor_memory import let_go
 from peer.links import Links
 from peer.protocol import Accepted
 
@@ -144,5 +145,6 @@ class ComputeThread:
             return hosted.work(self._clock())
         except Exception as error:  # the top of this thread's work: the stage ends, the others go on
             self.remove(hosted)
+            let_go(error)
             self._failed(hosted, error)
             return True

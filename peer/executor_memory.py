@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import resource
+import traceback
 from pathlib import Path
 
 import msgspec
@@ -68,6 +69,14 @@ def asked_bytes(error: BaseException) -> int:
     """The allocation that failed, as far as the message tells; 0 otherwise."""
     found = _ASKED.search(str(error))
     return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+
+
+def let_go(error: BaseException | None) -> None:
+    """Free what the frames of a failure hold, a step's tensors among it: whoever is told of the error keeps it, often
+    in a circle that only the collector finds, while the next stage needs the memory."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def gib(count: int) -> str:

@@ -315,7 +315,7 @@ def test_too_little_memory_is_a_refusal_with_figures(volunteer: Volunteer, tmp_p
             host = await t.host(peer)
             async with serving(host):
                 with pytest.raises(RefusedError) as caught:
-                    await host.offer(t.offer(peer["peer"], batch=50_000), 0)  # in pieces of 50 MiB, ten at a time
+                    await host.offer(t.offer(peer["peer"], batch=100_000), 0)  # in pieces of 100 MiB
                 seen.look()
                 assert caught.value.code == "memory", str(caught.value)
                 assert caught.value.needed > caught.value.cap

@@ -63,6 +63,8 @@ class Hearing:
             self._spawn(self._let_go(peer, fault.reason))
         elif fault.code == "apart" and placed is not None:
             self._apart(placed.plan, peer, fault)
+        elif fault.code == "gap" and placed is not None and self._is_behind(placed.plan, fault):
+            self._live.begin_anew(f"stage {fault.stage} is asked for what it no longer has: {fault.reason}")
         elif fault.code in FATAL_FAULTS:
             if fault.code not in HONEST_FAULTS:
                 self._live.exclude(peer, math.inf if fault.code == "frame" else AFTER_DEATH_S)
@@ -83,6 +85,13 @@ class Hearing:
         self._complaints.hear(peer, msgspec.structs.replace(fault, code="peer-frame"))
         self._live.exclude(peer, AFTER_DEATH_S)
         self._live.lose(peer, fault.reason)
+
+    @staticmethod
+    def _is_behind(plan: Plan, fault: StageFault) -> bool:
+        """Whether a stage that was made later may ask for frames from before the newest set: whoever has them no more
+        is not at fault, and would be asked for the same in its next place."""
+        here = fault.stage < plan.numerics.stages and plan.host(fault.stage).incarnation == fault.incarnation
+        return here and computed_apart(plan)
 
     async def _let_go(self, peer: str, reason: str) -> None:
         """A volunteer that leaves waits so long for a complete set and no longer."""

@@ -135,9 +135,8 @@ class SetKeeper:
         """Whether the set came about. BlobError if TRIES in a row did not."""
         live, telling = self._live, asyncio.create_task(self._tell_if_long(marked))
         try:
-            made = await self._all_made(marked)
-            digests = await asyncio.gather(*(self._fetch(s, again=self._failed > 0) for s in made))
-            self._compare(digests)
+            while not await self._is_complete(marked):
+                pass  # a stage was rebuilt meanwhile, behind the mark: it makes its snapshot again
         except DiskFull:
             raise
         except BlobError as error:
@@ -152,8 +151,20 @@ class SetKeeper:
             self._marked = None
             telling.cancel()
         self._failed = 0
-        files = tuple(StageFile(stage=s.stage, hash=s.state.hash, size=s.state.size) for s in made)
-        await self._record(msgspec.structs.replace(marked.manifest, stages=files))
+        return True
+
+    async def _is_complete(self, marked: _Marked) -> bool:
+        """Fetches what all have made, and records it, unless one who made it was replaced since: frames from the last
+        set on are still wanted then, and to record a set is to trim them. BlobError if one cannot be had."""
+        made = await self._all_made(marked)
+        snapshots = [self._held_by(*made[k]) for k in sorted(made)]
+        digests = await asyncio.gather(*(self._fetch(s, again=self._failed > 0) for s in snapshots))
+        self._compare(digests)
+        files = tuple(StageFile(stage=s.stage, hash=s.state.hash, size=s.state.size) for s in snapshots)
+        async with self._live.placing:  # else a stage may be rebuilt from the last set just now
+            if marked.made != made or not self._is_noted(marked):
+                return False
+            await self._record(msgspec.structs.replace(marked.manifest, stages=files))
         return True
 
     def _compare(self, digests: Sequence[Mapping[str, bytes]]) -> None:
@@ -250,8 +261,8 @@ class SetKeeper:
         async with self._marking:
             await asyncio.gather(*map(one, placement))
 
-    async def _all_made(self, marked: _Marked) -> list[Snapshotted]:
-        """Every stage's snapshot, in the order of stages; outlives repairs. BlobError if one will not come."""
+    async def _all_made(self, marked: _Marked) -> dict[int, tuple[StagePlacement, asyncio.Future[Snapshotted]]]:
+        """Every stage's snapshot, and who made it; outlives repairs. BlobError if one will not come."""
         live, tick = self._live, marked.manifest.tick
         while True:
             waiting = dict(marked.made)
@@ -269,7 +280,7 @@ class SetKeeper:
                 for k, error in errors.items():
                     if error is not None:
                         raise BlobError(f"stage {k} made no snapshot at tick {tick}: {error}")
-                return [self._held_by(*waiting[k]) for k in sorted(waiting)]
+                return waiting
 
     def _held_by(self, p: StagePlacement, made: asyncio.Future[Snapshotted]) -> Snapshotted:
         """What it made, to be had from that host: nobody else is asked on its word."""

@@ -34,6 +34,7 @@ from peer.blobs import BlobStore, fetch_blob, serve_blobs
 from peer.channel_io import ChannelSettings
 from peer.errors import BlobError, RefusedError
 from peer.links import Links
+from peer.local_control import ask
 from peer.protocol import (
     PROTOCOL_VERSION,
     Assignment,
@@ -329,6 +330,27 @@ def test_too_little_memory_is_a_refusal_with_figures(volunteer: Volunteer, tmp_p
     assert seen.most_bytes > seen.first_bytes + (cap - seen.first_bytes) // 3, "nothing tried to pass it"
     beside = [p for p in (psutil.Process(process.process.pid), *process.children()) if p.pid != executor]
     assert max(0, seen.most_bytes - cap) + sum(p.memory_info().rss for p in beside) <= BESIDE_BYTES
+
+
+def test_outside_its_hours_a_volunteer_is_paused_and_takes_nothing(tmp_path: Path) -> None:
+    now = time.time()
+    begin, end = (time.strftime("%H:%M", time.localtime(now + hours * 3600)) for hours in (6, 12))
+    process = Peer(tmp_path / "night", "--hours", f"{begin}-{end}")
+    try:
+        peer = process.event("joined")
+
+        async def main() -> None:
+            async with trainer(tmp_path, peer) as t:
+                with pytest.raises(RefusedError, match=f"computes at {begin}-{end} only") as caught:
+                    async with serving(await t.host(peer)):
+                        await (await t.host(peer)).offer(t.offer(peer["peer"]), 0)
+                assert caught.value.code == "policy"
+
+        run(main())
+        assert ask(process.home, "status").state == "paused"
+        assert process.end() == 0
+    finally:
+        process.close()
 
 
 def test_a_dead_executor_is_reported_and_the_next_offer_is_taken(volunteer: Volunteer, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from fusion_p2p.plan import LinkCodec, NumericLogEntry, Numerics
 from fusion_p2p.settings import OptimizerSpec
 from fusion_p2p.snapshot import digest, from_bytes, initial_state, to_bytes, weights, weights_blake2b
 from fusion_p2p.workload import atoms
-from peer import trainer_assembly
+from peer import trainer_assembly, trainer_sets
 from peer.blobs import serve_blobs
 from peer.channel_io import ChannelSettings
 from peer.events import Happening, RunEvent, StepResult
@@ -418,6 +418,62 @@ def test_a_lost_stage_is_rebuilt_from_the_set(captured: Captured, tmp_path: Path
             assert {"lost", "recovered"} <= set(lab.kinds())
             moved = [p.stage for p in trainer.plan.placement if p.incarnation > 1]
             assert moved == ([lost] if marks else [0, 1, 2])
+
+    simulate(main())
+
+
+@MINUTE
+@pytest.mark.parametrize("place_s", [5.0, 0.0])
+def test_a_set_that_is_nearly_complete_waits_for_a_stage_that_is_rebuilt_from_the_one_before(
+    captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place_s: float
+) -> None:
+    """All have made their snapshots, which have just been fetched, when a host dies. To record the set now would trim
+    the frames that the stage, at work from the last set on, still has to be fed. `place_s`: that its new host takes; or
+    it is there first."""
+
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        await lab.fill(4)
+        may_come, placing, fetched = asyncio.Event(), asyncio.Event(), list[Path]()
+        fetch, place = trainer_sets.fetch_blob, trainer_assembly.Assembly.place
+        slow = False
+
+        async def fetch_later(*args: Any, **options: Any) -> Path:
+            path = await fetch(*args, **options)
+            if slow:
+                fetched.append(path)
+                await may_come.wait()
+            return path
+
+        async def place_later(*args: Any, **options: Any) -> Any:
+            placing.set()
+            await asyncio.sleep(place_s)
+            return await place(*args, **options)
+
+        async with lab.trainer(3) as trainer:
+            monkeypatch.setattr(trainer_sets, "fetch_blob", fetch_later)
+            monkeypatch.setattr(trainer_assembly.Assembly, "place", place_later)
+
+            async def fate(step: int) -> None:
+                nonlocal slow
+                if step == 3:
+                    await trainer.save(b"at 4")
+                if step == 5:
+                    slow = True
+                    await trainer.mark(b"at 6")
+                if step == 8:
+                    while len(fetched) < 3:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                    await lab.host(trainer, 1).kill()
+                    await placing.wait()
+                    while not place_s and "recovered" not in lab.kinds():  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+                    may_come.set()
+
+            losses = await lab.train(trainer, 0, 12, fate)
+            want = expected(captured, trainer.plan.numerics.cuts, 12)
+            assert losses == want[0] and await lab.hash(trainer, 12) == want[1]
+            assert [p.stage for p in trainer.plan.placement if p.incarnation > 1] == [1]
 
     simulate(main())
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dht.errors import TransportError
+from dht.errors import DhtError, TransportError
 from dht.transport import Stream
 from fusion_p2p.errors import FrameError
 from fusion_p2p.frame import Frame
@@ -22,7 +22,7 @@ from peer.ratelimit import Limiter
 from peer.wire import CHUNK_BYTES, Answer, Header, Open, Tag
 
 _TAGS = {tag: bytes([tag]) for tag in Tag}
-STREAM_ERRORS = (OSError, EOFError, TransportError, WireError, FrameError, TimeoutError)
+STREAM_ERRORS = (OSError, EOFError, DhtError, WireError, FrameError, TimeoutError)  # DhtError: a bad address too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

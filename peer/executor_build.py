@@ -71,9 +71,9 @@ def build(
         return _build(host, state_path, limit, before, compute, operators)
     except (FusionError, RuntimeError, MemoryError) as error:
         refusal = _refusal(error, host.assignment.stage, limit)
+        let_go(error)
         if refusal is None:
             raise
-        let_go(error)
     finally:
         _release_memory()
     raise refusal

@@ -74,7 +74,9 @@ def asked_bytes(error: BaseException) -> int:
 def let_go(error: BaseException | None) -> None:
     """Free what the frames of a failure hold, a step's tensors among it: whoever is told of the error keeps it, often
     in a circle that only the collector finds, while the next stage needs the memory."""
-    while error is not None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 

@@ -30,7 +30,6 @@ class SelfDial:
     def __init__(self, inner: Transport, folder: Path) -> None:
         self._inner, self._folder = inner, folder
         self._servers: dict[str, asyncio.Server] = {}
-        self._handlers: dict[str, StreamHandler] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._hosts: dict[str, tuple[str, ...]] = {}  # peer -> where it rests, if it cannot be dialled
 
@@ -112,13 +111,12 @@ class SelfDial:
             try:
                 async with asyncio.timeout(_HEADER_S):  # whom the stream is from: only this user's processes get here
                     remote = (await reader.readexactly((await reader.readexactly(1))[0])).decode()
-                await self._handlers[protocol](Stream(remote, reader, writer))
+                await handler(Stream(remote, reader, writer))
             except (asyncio.CancelledError, asyncio.IncompleteReadError, TimeoutError):
                 pass
             finally:
                 writer.close()
 
-        self._handlers[protocol] = handler  # takes the next stream, whoever took the last one
         if protocol not in self._servers:
             self._servers[protocol] = await asyncio.start_unix_server(
                 accept, path=str(self._path(protocol)), limit=_LIMIT_BYTES

@@ -342,8 +342,9 @@ def test_outside_its_hours_a_volunteer_is_paused_and_takes_nothing(tmp_path: Pat
         async def main() -> None:
             async with trainer(tmp_path, peer) as t:
                 with pytest.raises(RefusedError, match=f"computes at {begin}-{end} only") as caught:
-                    async with serving(await t.host(peer)):
-                        await (await t.host(peer)).offer(t.offer(peer["peer"]), 0)
+                    host = await t.host(peer)
+                    async with serving(host):
+                        await host.offer(t.offer(peer["peer"]), 0)
                 assert caught.value.code == "policy"
 
         run(main())

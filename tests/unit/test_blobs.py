@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dht.errors import InputError
 from peer import blobs
 from peer.blobs import Authorise, BlobStore, fetch_blob, serve_blobs
 from peer.channel_io import ChannelSettings
@@ -50,6 +51,31 @@ async def fetch(
 ) -> tuple[BlobStore, Path]:
     store, transport = BlobStore(folder / name), network.transport(name)
     return store, await fetch_blob(transport, store, "r", ref, max_bytes=max_bytes, settings=FAST)
+
+
+def test_a_holder_with_an_address_that_is_none_stands_in_nobodys_way(tmp_path: Path) -> None:
+    """What a peer publishes as its address reaches others in a ref."""
+
+    async def main() -> None:
+        network = Network()
+        blob, size = (await holder(network, "h", tmp_path)).put([DATA])
+        transport, store = network.transport("me"), BlobStore(tmp_path / "me")
+        connect, asked = transport.connect, list[str]()
+
+        async def parsing(peer: str, addresses: tuple[str, ...], *, timeout_s: float = 10.0) -> None:
+            asked.append(peer)
+            if peer != "h":
+                raise InputError(f"{addresses[0]!r} is no address")
+            await connect(peer, addresses, timeout_s=timeout_s)
+
+        transport.connect = parsing  # type: ignore[method-assign]
+        liars = tuple(f"liar{k}" for k in range(8))
+        ref = BlobRef(blob, size, (*liars, "h"), dict.fromkeys(liars, ("nonsense",)))
+        path = await fetch_blob(transport, store, "r", ref, max_bytes=size, settings=FAST)
+        assert path.read_bytes() == DATA
+        assert asked[-1] == "h" and len(asked) > 1
+
+    run(main())
 
 
 def test_a_blob_is_fetched_verified_and_kept(tmp_path: Path) -> None:

@@ -138,6 +138,7 @@ def test_a_snapshot_of_a_holder_that_nobody_can_dial_comes_through_a_pipe_by_wha
             fetcher, holder = w.peers
             kept, fetched = BlobStore(tmp_path / "kept"), BlobStore(tmp_path / "fetched")
             blob, size = kept.put([SECRET * 1000])
+            await holder.dial.stop_serving(BLOBS)
             await serve_blobs(
                 holder.dial, kept, lambda peer, run, blob: True, limiter=Limiter(None), settings=ChannelSettings()
             )

@@ -58,20 +58,29 @@ async def two_sites(folder: Path, count: int) -> AsyncIterator[list[tuple[Board,
 
 CONFIG = """
 [model]
-family = "gpt2"
-[model.gpt2]
-layers = 4
-width = 128
-context = 64
+hf = "untied"
 [data]
 path = "book.txt"
 tokenizer = "bytes"
 """
 
 
+def save_untied(folder: str) -> None:
+    """A GPT-2 without tied embeddings. Those would cross between the sites once a step as well, unless the first and
+    the last stage are in one site: a plan that crosses twice is as fast then (0.995 s a step, and 0.994 s)."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    settings = GPT2Config(
+        vocab_size=256, bos_token_id=0, eos_token_id=0, n_positions=64, n_embd=128, n_layer=4, n_head=4, tie_word_embeddings=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    GPT2LMHeadModel(settings).save_pretrained(folder)
+
+
 def test_six_peers_in_two_sites_elect_two_fences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(CONFIG)
+    save_untied("untied")
     Path("book.txt").write_text("the cat sat on the mat and the dog sat on the log.\n" * 60)
 
     async def main() -> None:
@@ -83,9 +92,7 @@ def test_six_peers_in_two_sites_elect_two_fences(tmp_path: Path, monkeypatch: py
                 return is_elected(swarm) and await is_published(board, sites)
 
             await comes(elected, "two elected fences", LONG_S)
-            await comes(
-                lambda: the_plan_crosses_once(where, sites), "a plan that knows both fences and crosses once", LONG_S
-            )
+            await comes(lambda: the_plan_crosses_once(where, sites), "a plan that knows both fences", LONG_S)
 
     def is_elected(swarm: list[tuple[Board, Fencing]]) -> bool:
         """By their own word, the peers of a site are in one fence, those of the other in another."""
@@ -105,7 +112,7 @@ def test_six_peers_in_two_sites_elect_two_fences(tmp_path: Path, monkeypatch: py
         return named and leads and set(members.values()) == planned == set(sites) and len(await board.links()) == 6
 
     async def the_plan_crosses_once(addresses: tuple[str, ...], sites: list[frozenset[str]]) -> bool:
-        """False if a fence was not there when it was planned for, or what lies between the two not measured yet."""
+        """False if a fence was not there when it was planned for."""
         command = sys.executable, "-m", "peer.cli_run", "plan", "run.toml", "--swarm", addresses[0]
         process = await asyncio.create_subprocess_exec(
             *command, "--every-device", "--json", stdout=asyncio.subprocess.PIPE
@@ -118,7 +125,8 @@ def test_six_peers_in_two_sites_elect_two_fences(tmp_path: Path, monkeypatch: py
             return False
         hosts = [p["peer"] for p in found["plan"]["placement"]]
         assert set(hosts) == sites[0] | sites[1]
-        return sum((a in sites[0]) != (b in sites[0]) for a, b in pairwise(hosts)) == 1
+        assert sum((a in sites[0]) != (b in sites[0]) for a, b in pairwise(hosts)) == 1
+        return True
 
     uvloop.run(main())
 

@@ -51,7 +51,7 @@ class BuddyKeeper:
     async def _ask(self, tick: int, entry: StageFile, host: str, buddy: str | None) -> None:
         """Ask `buddy`; who cannot keep it is replaced at once by the next best."""
         live, cannot = self._live, set[str]()
-        ref = live.ref(entry.hash, entry.size, *[host] * bool(host))
+        ref = live.ref(entry.hash, entry.size, live.transport.peer_id, *[host] * bool(host))
         message = Keep(run=live.run, stage=entry.stage, tick=tick, state=ref, readers=self._told)
         while buddy is not None:
             live.keepers[entry.hash] = buddy

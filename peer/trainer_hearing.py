@@ -63,7 +63,11 @@ class Hearing:
             self._spawn(self._let_go(peer, fault.reason))
         elif fault.code == "apart" and placed is not None:
             self._apart(placed.plan, peer, fault)
-        elif fault.code == "gap" and placed is not None and self._is_behind(placed.plan, fault):
+        elif (
+            fault.code == "gap" and placed is not None and _in_force(placed.plan, fault) and computed_apart(placed.plan)
+        ):
+            # A stage made later is behind the newest set. Who has its frames no more is not at fault, and would be
+            # asked for the same in its next place.
             self._live.begin_anew(f"stage {fault.stage} is asked for what it no longer has: {fault.reason}")
         elif fault.code in FATAL_FAULTS:
             if fault.code not in HONEST_FAULTS:
@@ -77,7 +81,7 @@ class Hearing:
 
     def _apart(self, plan: Plan, peer: str, fault: StageFault) -> None:
         """Two ends no longer agree. Stages that began together have no such excuse: so all begin together, once."""
-        if fault.stage >= plan.numerics.stages or plan.host(fault.stage).incarnation != fault.incarnation:
+        if not _in_force(plan, fault):
             return  # only stages of the plan in force are connected, and have neighbours
         if computed_apart(plan):
             self._watch.apart(fault.stage)
@@ -85,13 +89,6 @@ class Hearing:
         self._complaints.hear(peer, msgspec.structs.replace(fault, code="peer-frame"))
         self._live.exclude(peer, AFTER_DEATH_S)
         self._live.lose(peer, fault.reason)
-
-    @staticmethod
-    def _is_behind(plan: Plan, fault: StageFault) -> bool:
-        """Whether a stage that was made later may ask for frames from before the newest set: whoever has them no more
-        is not at fault, and would be asked for the same in its next place."""
-        here = fault.stage < plan.numerics.stages and plan.host(fault.stage).incarnation == fault.incarnation
-        return here and computed_apart(plan)
 
     async def _let_go(self, peer: str, reason: str) -> None:
         """A volunteer that leaves waits so long for a complete set and no longer."""
@@ -123,3 +120,8 @@ class Hearing:
             peer = plan.host(stage).peer
             self._live.exclude(peer)
             self._live.lose(peer, reason)
+
+
+def _in_force(plan: Plan, fault: StageFault) -> bool:
+    """Whether it is told of a stage of this plan, and of its present incarnation."""
+    return fault.stage < plan.numerics.stages and plan.host(fault.stage).incarnation == fault.incarnation

@@ -168,15 +168,14 @@ class Live:
 
     def refs(self, manifest: Manifest) -> dict[int, BlobRef]:
         """The set's snapshots, and who serves them: we, and buddies that are there."""
-        there = self.assembly.linked
+        me, there = self.transport.peer_id, self.assembly.linked
         return {
-            e.stage: self.ref(e.hash, e.size, *(b for b in self.kept.get(e.hash, ()) if b in there))
+            e.stage: self.ref(e.hash, e.size, me, *(b for b in self.kept.get(e.hash, ()) if b in there))
             for e in manifest.stages
         }
 
-    def ref(self, blob: str, size: int, *others: str) -> BlobRef:
-        """A snapshot that we hold, and `others` too."""
-        holders = (self.transport.peer_id, *others)
+    def ref(self, blob: str, size: int, *holders: str) -> BlobRef:
+        """A snapshot that these peers hold, with their addresses."""
         return BlobRef(blob, size, holders, self.assembly.where(holders))
 
     def exclude(self, peer: str, for_s: float = math.inf) -> None:

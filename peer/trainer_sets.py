@@ -35,12 +35,15 @@ HALF_FULL = 0.5  # an outbox's share of its memory from which the next tick is m
 TRIES = 5
 
 
+_Made = dict[int, tuple[StagePlacement, asyncio.Future[Snapshotted]]]
+
+
 @dataclass(slots=True)
 class _Marked:
     """`manifest`: the set to be, still without its files. `made`: by stage, who was asked and what will come."""
 
     manifest: Manifest
-    made: dict[int, tuple[StagePlacement, asyncio.Future[Snapshotted]]] = field(default_factory=dict)
+    made: _Made = field(default_factory=dict)
 
 
 class SetKeeper:
@@ -135,7 +138,7 @@ class SetKeeper:
         """Whether the set came about. BlobError if TRIES in a row did not."""
         live, telling = self._live, asyncio.create_task(self._tell_if_long(marked))
         try:
-            while not await self._is_complete(marked):
+            while not await self._gather(marked):
                 pass  # a stage was rebuilt meanwhile, behind the mark: it makes its snapshot again
         except DiskFull:
             raise
@@ -153,9 +156,10 @@ class SetKeeper:
         self._failed = 0
         return True
 
-    async def _is_complete(self, marked: _Marked) -> bool:
-        """Fetches what all have made, and records it, unless one who made it was replaced since: frames from the last
-        set on are still wanted then, and to record a set is to trim them. BlobError if one cannot be had."""
+    async def _gather(self, marked: _Marked) -> bool:
+        """Fetch what all have made and record it; False, and nothing recorded, if one who made it was replaced since:
+        frames from the last set on are wanted then, and to record a set is to trim them. BlobError if one cannot be
+        had."""
         made = await self._all_made(marked)
         snapshots = [self._held_by(*made[k]) for k in sorted(made)]
         digests = await asyncio.gather(*(self._fetch(s, again=self._failed > 0) for s in snapshots))
@@ -261,7 +265,7 @@ class SetKeeper:
         async with self._marking:
             await asyncio.gather(*map(one, placement))
 
-    async def _all_made(self, marked: _Marked) -> dict[int, tuple[StagePlacement, asyncio.Future[Snapshotted]]]:
+    async def _all_made(self, marked: _Marked) -> _Made:
         """Every stage's snapshot, and who made it; outlives repairs. BlobError if one will not come."""
         live, tick = self._live, marked.manifest.tick
         while True:
@@ -284,9 +288,8 @@ class SetKeeper:
 
     def _held_by(self, p: StagePlacement, made: asyncio.Future[Snapshotted]) -> Snapshotted:
         """What it made, to be had from that host: nobody else is asked on its word."""
-        answer, holders = made.result(), (p.peer,)
-        ref = BlobRef(answer.state.hash, answer.state.size, holders, self._live.assembly.where(holders))
-        return msgspec.structs.replace(answer, state=ref)
+        answer = made.result()
+        return msgspec.structs.replace(answer, state=self._live.ref(answer.state.hash, answer.state.size, p.peer))
 
     async def _fetch(self, made: Snapshotted, *, again: bool) -> dict[str, bytes]:
         """`codec_digests` of it. BlobError unless the bytes are here and can be the stage's snapshot.

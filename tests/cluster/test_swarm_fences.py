@@ -71,8 +71,8 @@ def save_untied(folder: str) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     settings = GPT2Config(
-        vocab_size=256, bos_token_id=0, eos_token_id=0, n_positions=64, n_embd=128, n_layer=4, n_head=4, tie_word_embeddings=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=256, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False,
+        n_positions=64, n_embd=128, n_layer=4, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     GPT2LMHeadModel(settings).save_pretrained(folder)
 

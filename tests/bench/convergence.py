@@ -1,7 +1,8 @@
 """Loss against steps, bytes and time under each plan's codecs: GPT-2 on the Bible's bytes, a ResNet on MNIST digits.
 
-Trained in one process (`LocalPipeline`) with the cuts and codecs that plans have on the testbed N1, rates x 0.1. Each
-run's curve is kept in tests/bench/results/local, so it may be stopped and started again. 25 minutes of one core.
+Trained in one process (`LocalPipeline`) with the cuts and codecs that plans have on the testbed N1, rates x 0.1; ours
+measures its codecs on the model first, as a live run does. Each curve is kept in tests/bench/results/local, so it may be
+stopped and started again. 25 minutes of one core.
 """
 
 from __future__ import annotations
@@ -23,20 +24,22 @@ import torch
 from torch import nn
 
 import fusion_p2p
-from fusion_p2p.capture import capture
+from fusion_p2p.capture import Captured, capture
 from fusion_p2p.frame import Frame
 from fusion_p2p.pipeline import LocalPipeline
 from fusion_p2p.plan import Numerics, Plan
-from fusion_p2p.planner import Link
+from fusion_p2p.planner import Ladder, Link
 from fusion_p2p.settings import OptimizerSpec
 from fusion_p2p.workload import atoms
 from peer import config as configuration
+from peer.api import PROBE_S
 from peer.data_open import OpenedData, open_data
 from peer.lab.bed import load_bed
 from peer.models import build_model
 from peer.offers import DeviceOffer, SwarmLinks
 from peer.placement import PlanRequest, make_plan, proposal_of, revise
 from peer.plan_codecs import channels_of
+from peer.trainer_ladder import LadderProbe
 from tests.bench.netlab import machine
 from tests.bench.rows import Row, arguments, at_most, progress, report
 from tests.netlab import model as m
@@ -130,8 +133,8 @@ def resnet() -> Task:
     return Task("resnet", c.batch.micro_batches, c.batch.micro_batch_size, spec, model, batches, judge, None)
 
 
-def plan_of(task: Task, dag: Any, planner: str, compression: str) -> Plan:
-    """The plan on N1, as a run there has it after its trial steps."""
+def plan_of(task: Task, dag: Any, planner: str, compression: str, ladder: Ladder | None) -> Plan:
+    """The plan on N1, as a run there has it after its trial steps. `ladder`: as the run measures it on its model."""
     bed = load_bed(FILE, "N1", rate_scale=0.1)
     devices, rates = bed.network.devices, bed.network.bandwidth_bytes_per_s
     offers = [
@@ -155,6 +158,7 @@ def plan_of(task: Task, dag: Any, planner: str, compression: str) -> Plan:
         compression=compression,
         planner=planner,
         channels=lambda cuts: channels_of(dag, cuts, size),
+        ladder=ladder,
     )
     chain = atoms(dag, size)
     plan = make_plan(chain, offers, request)
@@ -165,9 +169,13 @@ def plan_of(task: Task, dag: Any, planner: str, compression: str) -> Plan:
 def train(task: Task, config: str, seed: int, steps: int) -> Curve:
     model = task.model(seed)
     first = next(task.batches(1, seed))
-    captured = capture(model, _part(first, task.micro_batch_size), loss=task.loss, seed=seed)
+    example = _part(first, task.micro_batch_size)
+    captured = capture(model, example, loss=task.loss, seed=seed)
     planner, compression = SHOWN[config]
-    plan = plan_of(task, captured.opdag, f"published:{seed}" if planner == "published" else planner, compression)
+    ladder = _measured(task, captured, example, seed) if compression == "adatopk" else None
+    plan = plan_of(
+        task, captured.opdag, f"published:{seed}" if planner == "published" else planner, compression, ladder
+    )
     sent = 0
 
     def count(frame: Frame) -> None:
@@ -187,6 +195,15 @@ def train(task: Task, config: str, seed: int, steps: int) -> Curve:
         final=task.judge(model),
         codecs={f"{c.src}-{c.dst}": c.codec for c in plan.numerics.codecs},
     )
+
+
+def _measured(task: Task, captured: Captured, example: Any, seed: int) -> Ladder | None:
+    """What a live run learns of its codecs before its plan."""
+    with tempfile.TemporaryDirectory() as folder:
+        return LadderProbe(
+            captured=captured, example=example, optimizer=task.optimizer, micro_batch_size=task.micro_batch_size,
+            seed=seed, folder=Path(folder), limit_s=PROBE_S,
+        )()  # fmt: skip
 
 
 def _part(batch: Any, size: int) -> Any:

@@ -53,3 +53,29 @@ def test_each_stage_runs_a_full_step_alone(codec: str) -> None:
         assert times.forward_s > 0
         assert times.backward_s > 0
         assert all(torch.equal(before[k], state[k]) for k in state)  # the state given is only read
+
+
+def test_a_slow_first_step_does_not_count_and_a_long_one_is_not_run_again() -> None:
+    got = capture(Tied(), (torch.randint(0, 11, (2, 5)),), loss=lambda output, batch: output)
+    (program,) = split(got.opdag, ())
+    numerics = Numerics(cuts=(), micro_batches=2, micro_batch_size=3)
+
+    def run(first_s: float, later_s: float) -> tuple[float, int]:
+        """Seconds of a forward, and how often the clock was read, of which the first six reads are slow."""
+        read = [0.0]
+
+        def clock() -> float:
+            read.append(read[-1] + (first_s if len(read) <= 6 else later_s))
+            return read[-1]
+
+        times = trial(
+            program, got.opdag, numerics, OptimizerSpec(kind="adamw", lr=0.1), 7, initial_state(got.state, program),
+            window=2, device="cpu", clock=clock,
+        )  # fmt: skip
+        return times.forward_s, len(read)
+
+    short_s, reads = run(0.1, 0.001)
+    assert short_s == pytest.approx(0.001)
+    long_s, once = run(10.0, 10.0)
+    assert long_s == pytest.approx(10.0)
+    assert reads > 2 * once

@@ -1,9 +1,9 @@
-"""Who is let in: members of a private swarm, nobody who is banned, no one peer or address range beyond its share.
+"""Who is let in: members of this swarm, nobody who is banned, no one peer or address range beyond its share.
 
-libp2p itself lets anybody connect (this p2pd takes no pre-shared key), so a private swarm's door stands at every stream
-and at every call of the board: the opener proves that it knows the key by a token bound to both peer ids, which libp2p
-has authenticated, and to the purpose. A token is worth nothing to whoever receives it: turned round it names another
-sender.
+libp2p itself lets anybody connect (this p2pd takes no pre-shared key), so the door of a swarm with a key or a name
+stands at every stream and at every call of the board: the opener proves that it knows both by a token bound to both
+peer ids, which libp2p has authenticated, and to the purpose. A token is worth nothing to whoever receives it: turned
+round it names another sender.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -48,10 +49,27 @@ def parse_swarm_key(text: str) -> bytes:
     return key
 
 
-def env_swarm_key() -> bytes | None:
-    """$FUSION_SWARM_KEY; None: a public swarm."""
-    text = os.environ.get("FUSION_SWARM_KEY", "")
-    return parse_swarm_key(text) if text else None
+def check_swarm_name(text: str) -> str:
+    """1 to 32 of a-z, 0-9 and hyphens, as it stands in invitations. InputError otherwise."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", text):
+        raise InputError(f"{text!r} is no name of a swarm: 1 to 32 of a-z, 0-9 and hyphens, such as home-lab")
+    return text
+
+
+def swarm_secret(name: str, key: bytes | None) -> bytes | None:
+    """What a peer must know at the door: both the swarm's name and its key, where it has them. None: nothing.
+
+    A name keeps swarms apart and is no secret; only a key makes one private.
+    """
+    if not name:
+        return key
+    return hashlib.blake2b(b"fusion-p2p/swarm/1\0" + name.encode(), digest_size=KEY_BYTES, key=key or b"").digest()
+
+
+def env_swarm_secret() -> bytes | None:
+    """Of $FUSION_SWARM_NAME and $FUSION_SWARM_KEY; None: the public swarm without a name."""
+    name, text = (os.environ.get(v, "") for v in ("FUSION_SWARM_NAME", "FUSION_SWARM_KEY"))
+    return swarm_secret(check_swarm_name(name) if name else "", parse_swarm_key(text) if text else None)
 
 
 def read_bans() -> frozenset[str]:
@@ -86,7 +104,7 @@ def range_of(ip: str) -> str:
 
 
 class Door:
-    """`key` None: a public swarm. Counting is per process; the caller's clock is passed in."""
+    """`key`: the swarm's secret, None if it has none. Counting is per process; the caller's clock is passed in."""
 
     def __init__(self, own_peer: str, *, key: bytes | None = None, banned: frozenset[str] = frozenset()) -> None:
         self.own, self.key = own_peer, key
@@ -96,14 +114,14 @@ class Door:
         self._per_range: Counter[str] = Counter()
         self._tokens: dict[str, tuple[float, float]] = {}
 
-    # --- private swarms
+    # --- swarms with a secret
 
     def token(self, to: str, purpose: str) -> bytes:
-        """What this peer shows to `to`; empty in a public swarm."""
+        """What this peer shows to `to`; empty where the swarm has no secret."""
         return b"" if self.key is None else _token(self.key, self.own, to, purpose)
 
     def proves(self, remote: str, purpose: str, token: bytes) -> bool:
-        """Whether `remote` showed that it knows the key."""
+        """Whether `remote` showed that it knows the secret."""
         return self.key is None or hmac.compare_digest(_token(self.key, remote, self.own, purpose), token)
 
     # --- bans and shares

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dht import addresses
 from dht.control import ANSWER_S, ControlClient, socket_path
-from dht.door import KEY_BYTES, Door, env_swarm_key, read_bans
+from dht.door import KEY_BYTES, Door, env_swarm_secret, read_bans
 from dht.errors import InputError
 from dht.identity import load_or_create
 from dht.p2p_transport import P2PTransport
@@ -34,7 +34,7 @@ async def start(
     bootstrap: tuple[str, ...] = (),
     announce_addresses: tuple[str, ...] = (),
     client_only: bool = False,
-    swarm_key: bytes | None = None,
+    secret: bytes | None = None,
     download_bytes_per_s: tuple[float, float] | None = None,
     join: bool = True,
     timeout_s: float = 15.0,
@@ -42,8 +42,8 @@ async def start(
     """Starts p2pd with the identity at `identity_path` (made if missing) and connects to `bootstrap`.
 
     `host_addresses`: where to listen; port 0 takes a free one, kept over restarts; () does not listen.
-    `client_only`: take no part in libp2p's routing (observers). `swarm_key`: of a private swarm (default:
-    $FUSION_SWARM_KEY, else the swarm is public). `download_bytes_per_s`: caps of this process, and
+    `client_only`: take no part in libp2p's routing (observers). `secret`: what this swarm asks for at its
+    door (default: of $FUSION_SWARM_NAME and $FUSION_SWARM_KEY, else nothing). `download_bytes_per_s`: caps of this process, and
     of each that attaches. `join` False: the caller connects, with `join()`. Raises InputError (address, identity or
     port in use), SwarmUnreachable (all of
     `bootstrap` dead), TransportError.
@@ -51,7 +51,7 @@ async def start(
     bootstrap = tuple(addresses.check_swarm_address(a) for a in bootstrap)
     host_addresses = tuple(addresses.check_address(a) for a in host_addresses)
     identity = load_or_create(identity_path)
-    door = Door(identity.peer_id, key=swarm_key or env_swarm_key(), banned=read_bans())
+    door = Door(identity.peer_id, key=secret or env_swarm_secret(), banned=read_bans())
     _check_ports_free(host_addresses)
     lock = _lock_identity(identity_path)
     try:
@@ -105,7 +105,7 @@ async def attach(control_address: str, *, timeout_s: float = ANSWER_S) -> P2PTra
 
 
 def _key_beside(client: ControlClient) -> bytes | None:
-    """The private swarm's key, which the owner of p2pd left in its private folder."""
+    """The swarm's secret, which the owner of p2pd left in its private folder."""
     try:
         key = client.path.with_name("key").read_bytes()
     except FileNotFoundError:

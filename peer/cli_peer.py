@@ -34,10 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from peer.peer_settings import apply_settings
 
             options = apply_settings(top, options, argv)
-        if getattr(options, "swarm_key", None):
-            from dht.door import parse_swarm_key
-
-            os.environ["FUSION_SWARM_KEY"] = parse_swarm_key(options.swarm_key).hex()
+        if "swarm_key" in options:
+            _name_swarm(options)
         if options.command == "join":
             return _join(options)
         if options.command == "doctor":
@@ -54,6 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, SwarmUnreachable) else error.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+def _name_swarm(options: argparse.Namespace) -> None:
+    """The swarm's name and key as given, else as the environment has them, checked; for all that this process opens."""
+    from dht.door import check_swarm_name, parse_swarm_key
+
+    if name := options.swarm_name or os.environ.get("FUSION_SWARM_NAME"):
+        os.environ["FUSION_SWARM_NAME"] = check_swarm_name(name)
+    if key := options.swarm_key or os.environ.get("FUSION_SWARM_KEY"):
+        os.environ["FUSION_SWARM_KEY"] = parse_swarm_key(key).hex()
 
 
 # --- join
@@ -144,22 +152,16 @@ def _tell_parent(fd: int | None, ready: Ready) -> None:
 
 
 def _ready_text(ready: Ready, join: JoinOptions) -> str:
+    from peer.invitation import invite_line
+
     if ready.event == "devices":
         return "device measured; waiting for runs (Ctrl-C leaves)"
     what = "joined the swarm" if join.bootstrap else "started a swarm; others join it with:"
     lines = [f"peer {ready.peer} {what}"]
     if not join.bootstrap:
-        lines.append(invite_line(ready.addresses))
+        lines.append(f"  {invite_line(ready.addresses)}")
     lines.append(f"memory {join.memory_bytes / 2**30:.1f} GiB, {join.threads} threads, {', '.join(join.devices)}")
     return "\n".join(lines)
-
-
-def invite_line(addresses: tuple[str, ...]) -> str:
-    """What others paste: every address that is not this host's own loopback, or that one if there is no other; and the
-    key of a private swarm."""
-    key = os.environ.get("FUSION_SWARM_KEY", "")
-    outside = [a for a in addresses if "/127." not in a and "/::1/" not in a and "/quic" not in a]
-    return f"  fusion-peer join {' '.join(outside[:4] or addresses[:1])}" + (f" --swarm-key {key}" if key else "")
 
 
 # --- the running peer
@@ -175,7 +177,7 @@ def _ask(options: argparse.Namespace) -> int:
     if options.json:
         print(msgspec.json.encode(status).decode())
     elif options.command == "invite":
-        print(invite_line(status.addresses).strip())
+        print(status.invite)
     else:
         print(_status_text(status))
     return 0
@@ -184,6 +186,9 @@ def _ask(options: argparse.Namespace) -> int:
 def _status_text(status: PeerStatus) -> str:
     others = "board not read yet" if status.peers is None else f"peers on the board: {status.peers}"
     lines = [f"peer {status.peer} ({status.name}): {status.state}, up {status.uptime_s:.0f} s, {others}"]
+    if status.swarm or status.private:
+        words = (f"swarm {status.swarm}" if status.swarm else "a swarm without a name", ", private" * status.private)
+        lines.append(f"  {''.join(words)}")
     if status.fence:
         leads = "led by this peer" if status.leader == status.peer else f"led by ..{status.leader[-8:]}"
         lines.append(f"  fence {status.fence}, {leads}")

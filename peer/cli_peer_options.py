@@ -31,6 +31,7 @@ the runs pass through this machine, code does not.
 LEAST_MEMORY_BYTES = 512 << 20  # what an executor holds before any stage, and a little
 
 
+_NAME_HELP = "the swarm's name; only peers that give the same one meet (default: $FUSION_SWARM_NAME, else none)"
 _KEY_HELP = "key of a private swarm: 64 hex digits or a file of them (default: $FUSION_SWARM_KEY, else public)"
 
 
@@ -73,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--memory", type=_size, metavar="SIZE", help="what join would be told (default: 80%% of free)")
     doctor.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda:0 (default: auto)")
     doctor.add_argument("--threads", type=_threads, metavar="N", help="CPU threads (default: all cores)")
+    doctor.add_argument("--swarm-name", metavar="NAME", help=_NAME_HELP)
     doctor.add_argument("--swarm-key", metavar="KEY", help=_KEY_HELP)
     bench = commands.add_parser(
         "bench", help="measure this machine's device", description="Measures what `join` would tell the swarm."
@@ -140,6 +142,7 @@ def _add_join(sub: argparse.ArgumentParser) -> None:
     )
     add("--place", type=_place, default="", metavar="WORDS", help="roughly where, for the monitor (default: not said)")
     add("--runs", nargs="+", default=[], metavar="OWNER", help="accept only runs of these owners' keys (default: any)")
+    add("--swarm-name", metavar="NAME", help=_NAME_HELP)
     add("--swarm-key", metavar="KEY", help=_KEY_HELP)
     add(
         "--config",

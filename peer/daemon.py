@@ -32,6 +32,7 @@ from peer.daemon_session import ControlServer
 from peer.devices import OPERATORS
 from peer.executor_process import ExecutorProcess
 from peer.executor_protocol import Beat, FromExecutor, Start
+from peer.invitation import invite_line
 from peer.joining import join_patiently
 from peer.local_control import Command, LocalControl, PeerStatus, StageView
 from peer.pipe_service import PipeService, reach_of
@@ -361,6 +362,8 @@ class Daemon:
             self._publish(board)
         if command.command == "leave":
             self.leave()
+        if command.command == "invite":
+            return msgspec.structs.replace(self.status(), invite=invite_line(self._addresses))
         return self.status()
 
     def status(self) -> PeerStatus:
@@ -382,7 +385,8 @@ class Daemon:
             peers=self._seen_peers, daemon_bytes=int(psutil.Process().memory_info().rss), hours=v.policy.hours,
             runs=v.policy.owners, fence=fence, leader=leader, reach=self._reach, rests_at=rests_at,
             pipes=0 if host is None else host.pipes, piped_bytes=0 if host is None else host.carried.total(),
-            paused_for=v.policy.over_cap, warning=self._twin,
+            paused_for=v.policy.over_cap, warning=self._twin, swarm=os.environ.get("FUSION_SWARM_NAME", ""),
+            private=bool(os.environ.get("FUSION_SWARM_KEY")),
         )  # fmt: skip
 
     def _stands(self) -> tuple[str, str]:

@@ -72,6 +72,9 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     piped_bytes: int = 0  # since its start
     paused_for: str = ""  # why it computes nothing now
     warning: str = ""
+    swarm: str = ""  # its name
+    private: bool = False  # the swarm has a key
+    invite: str = ""  # what others paste, answered to "invite" alone: it holds the key
 
 
 class Failure(msgspec.Struct, frozen=True):

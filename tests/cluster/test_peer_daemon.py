@@ -57,6 +57,7 @@ def test_a_volunteer_from_start_to_end(peer: Peer, tmp_path: Path) -> None:
         assert now["devices"][0]["flops_per_s"] > 1e8
         assert now["devices"][0]["cap_bytes"] == 1 << 30
         assert now["daemon_bytes"] < 100 << 20
+        assert "invite" not in {k for k, v in now.items() if v}
         invite = cli("invite", home=peer.home).stdout.strip()
         assert invite == f"fusion-peer join {joined['addresses'][0]}"
         assert json.loads(cli("pause", "--json", home=peer.home).stdout)["state"] == "paused"
@@ -75,6 +76,28 @@ def test_a_volunteer_from_start_to_end(peer: Peer, tmp_path: Path) -> None:
     assert gone.returncode == 2
     assert "fusion-peer join" in gone.stderr
     assert len(gone.stderr.strip().splitlines()) == 1
+
+
+def test_an_invitation_holds_name_and_key_and_lets_others_in(tmp_path: Path) -> None:
+    """It is the running peer's, whatever the shell that asks has in its environment."""
+    (tmp_path / "key").write_text(key := "5a" * 32)
+    (tmp_path / "key").chmod(0o600)
+    first = Peer(tmp_path / "a", "--swarm-name", "home-lab", "--swarm-key", str(tmp_path / "key"))
+    others: list[Peer] = []
+    try:
+        address = first.event("joined")["addresses"][0]
+        invite = cli("invite", home=first.home).stdout.strip()
+        assert invite == f"fusion-peer join {address} --swarm-name home-lab --swarm-key {key}"
+        assert key not in cli("status", "--json", home=first.home).stdout
+        assert "  swarm home-lab, private\n" in cli("status", home=first.home).stdout
+        others.append(Peer(tmp_path / "b", *invite.split()[2:]))
+        others[0].event("joined")
+        others.append(Peer(tmp_path / "c", address, "--swarm-name", "other", "--swarm-key", key, "--give-up-s", "2"))
+        assert others[1].process.wait(400) == 2
+        assert "name or key" in others[1].log.read_text()
+    finally:
+        for one in (first, *others):
+            one.close()
 
 
 def test_the_daemon_never_loads_torch_and_the_executor_is_replaced_when_it_dies(peer: Peer) -> None:

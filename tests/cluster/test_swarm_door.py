@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from dht import addresses, p2p
-from dht.door import range_of
+from dht.door import range_of, swarm_secret
 from dht.errors import SwarmUnreachable
 from dht.gate import LOCAL, MAX_PENDING_PER_RANGE, _attach, _beside, program, remotes
 from dht.node import Board
@@ -45,14 +45,14 @@ async def asks(transport: p2p.P2PTransport, peer: str) -> bytes:
 def test_a_private_swarm_lets_in_who_has_the_key(tmp_path: Path) -> None:
     async def main() -> None:
         key = secrets.token_bytes(32)
-        a = await p2p.start(tmp_path / "a", host_addresses=p2p.LOOPBACK, swarm_key=key)
+        a = await p2p.start(tmp_path / "a", host_addresses=p2p.LOOPBACK, secret=key)
         board = await Board.start(a)
         assert a.identity is not None
         board.publish(peer_record(a.identity))
         await board.flush(timeout_s=WITHIN_S)
         await a.serve("/fusion/1/echo", echo)
         boot = await a.addresses()
-        b = await p2p.start(tmp_path / "b", host_addresses=p2p.LOOPBACK, bootstrap=boot, swarm_key=key)
+        b = await p2p.start(tmp_path / "b", host_addresses=p2p.LOOPBACK, bootstrap=boot, secret=key)
         other = await Board.start(b)
 
         async def seen() -> bool:
@@ -63,8 +63,8 @@ def test_a_private_swarm_lets_in_who_has_the_key(tmp_path: Path) -> None:
         executor = await p2p.attach(b.control_address)  # another process of the same peer knows the key as well
         assert await asks(executor, a.peer_id) == b"ping"
         await executor.close()
-        for wrong in (None, secrets.token_bytes(32)):
-            c = await p2p.start(tmp_path / f"c{wrong is None}", host_addresses=(), bootstrap=boot, swarm_key=wrong)
+        for wrong in (None, secrets.token_bytes(32), swarm_secret("lab", key)):
+            c = await p2p.start(tmp_path / secrets.token_hex(4), host_addresses=(), bootstrap=boot, secret=wrong)
             with pytest.raises(SwarmUnreachable, match="nobody answers on the board"):
                 await Board.start(c)
             assert await asks(c, a.peer_id) == b""

@@ -15,7 +15,7 @@ from dht import fence_records, records
 from dht import fence_rules as rules
 from dht.clock import SwarmClock
 from dht.coordinates import Coordinate, from_point, moved, predict_rtt_s
-from dht.door import Door, check_ban, parse_swarm_key
+from dht.door import Door, check_ban, check_swarm_name, parse_swarm_key, swarm_secret
 from dht.errors import InputError, RecordError
 from dht.fence_records import (
     LEASE_S,
@@ -408,6 +408,20 @@ def test_streams_are_shared_out_by_peer_and_range() -> None:
 def test_a_bad_swarm_key_is_named(text: str) -> None:
     with pytest.raises(InputError, match="swarm key"):
         parse_swarm_key(text)
+
+
+@pytest.mark.parametrize("text", ["", "Lab", "a b", "-lab", "x" * 33, "lab\n", "a/b"])
+def test_a_bad_swarm_name_is_named(text: str) -> None:
+    with pytest.raises(InputError, match="no name of a swarm"):
+        check_swarm_name(text)
+
+
+def test_a_name_and_a_key_each_keep_swarms_apart() -> None:
+    key, other = bytes(32), bytes(range(32))
+    secrets = [swarm_secret(n, k) for n in ("", "lab", "lab2") for k in (None, key, other)]
+    assert secrets[0] is None
+    assert len(set(secrets)) == 9
+    assert swarm_secret("lab", other) == swarm_secret("lab", other)
 
 
 def test_made_up_members_push_out_none_that_are_known() -> None:

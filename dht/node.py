@@ -252,8 +252,8 @@ class Board(BoardReads):
             if required and self.transport.bootstrap:
                 names = ", ".join(self.transport.bootstrap)
                 raise SwarmUnreachable(
-                    f"connected, but nobody answers on the board at {names}; does another version run there, or a swarm "
-                    "of another name or key (FUSION_SWARM_NAME, FUSION_SWARM_KEY)?"
+                    f"connected, but nobody answers on the board at {names}; does another version run there, or a "
+                    "swarm of another name or key (FUSION_SWARM_NAME, FUSION_SWARM_KEY)?"
                 )
             return
         await self._node.find_nearest_nodes([self._node.node_id])

@@ -42,11 +42,10 @@ async def start(
     """Starts p2pd with the identity at `identity_path` (made if missing) and connects to `bootstrap`.
 
     `host_addresses`: where to listen; port 0 takes a free one, kept over restarts; () does not listen.
-    `client_only`: take no part in libp2p's routing (observers). `secret`: what this swarm asks for at its
-    door (default: of $FUSION_SWARM_NAME and $FUSION_SWARM_KEY, else nothing). `download_bytes_per_s`: caps of this process, and
-    of each that attaches. `join` False: the caller connects, with `join()`. Raises InputError (address, identity or
-    port in use), SwarmUnreachable (all of
-    `bootstrap` dead), TransportError.
+    `client_only`: take no part in libp2p's routing (observers). `secret`: what this swarm asks for at its door
+    (default: of $FUSION_SWARM_NAME and $FUSION_SWARM_KEY, else nothing). `download_bytes_per_s`: caps of this process,
+    and of each that attaches. `join` False: the caller connects, with `join()`. Raises InputError (address, identity or
+    port in use), SwarmUnreachable (all of `bootstrap` dead), TransportError.
     """
     bootstrap = tuple(addresses.check_swarm_address(a) for a in bootstrap)
     host_addresses = tuple(addresses.check_address(a) for a in host_addresses)

@@ -60,6 +60,7 @@ class Sender:
         self.wake, self.room = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._endpoint: Endpoint | None = None
+        self._addresses: tuple[str, ...] = ()
         self._epoch = -1
         self._down_since: float | None = _now()
         self._lost = False
@@ -109,10 +110,13 @@ class Sender:
             self._links.check_room()
 
     def move(self, endpoint: Endpoint | None, epoch: int) -> None:
-        """Go on sending to `endpoint` (None: nowhere), under the trainer's `epoch`."""
-        if endpoint == self._endpoint and epoch == self._epoch:
-            return
+        """Go on sending to `endpoint` (None: nowhere), under the trainer's `epoch`. Other addresses of the same count
+        from the next try on: a stream that stands is not cut for them."""
+        same = epoch == self._epoch and _who(endpoint) == _who(self._endpoint)
         self._endpoint, self._epoch = endpoint, epoch
+        self._addresses = () if endpoint is None else endpoint.addresses
+        if same:
+            return
         self._task = asyncio.ensure_future(self._run(self._task, endpoint, epoch))
 
     async def close(self) -> None:
@@ -149,7 +153,7 @@ class Sender:
     async def _stream(self, endpoint: Endpoint, epoch: int) -> None:
         links, outbox = self._links, self.outbox
         transport, open_s = links.transport, links.settings.open_s
-        await transport.connect(endpoint.peer, endpoint.addresses, timeout_s=open_s)
+        await transport.connect(endpoint.peer, self._addresses, timeout_s=open_s)
         stream = await transport.open_stream(endpoint.peer, data_protocol(endpoint.endpoint), timeout_s=open_s)
         opening = Open(
             WIRE_VERSION, links.run, epoch, links.plan, outbox.src, outbox.dst,
@@ -268,6 +272,11 @@ class Receiver:
             self.queued_bytes -= count
             limit = self._links.settings.queue_bytes
             return before > limit >= self.queued_bytes
+
+
+def _who(endpoint: Endpoint | None) -> Endpoint | None:
+    """Without where it can be reached now."""
+    return endpoint and msgspec.structs.replace(endpoint, addresses=())
 
 
 def _now() -> float:

@@ -213,3 +213,5 @@ def check_state(state: BlobRef) -> None:
         raise RefusedError("admission", f"a snapshot of {state.size} bytes")
     if len(state.holders) > MAX_HOLDERS:
         raise RefusedError("admission", f"a snapshot of {len(state.holders)} holders, at most {MAX_HOLDERS} are asked")
+    if strangers := state.addresses.keys() - set(state.holders):
+        raise RefusedError("admission", f"addresses of {min(strangers)[:80]!r}, which does not hold the snapshot")

@@ -27,8 +27,16 @@ MAX_MESSAGE = 16 << 20
 Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 MAX_ATOMS = 1 << 16
+MAX_STAGES = 1 << 12
+MAX_ADDRESSES, MAX_ADDRESS = 16, 512  # of one peer; characters
+Addresses = Annotated[tuple[Annotated[str, Meta(max_length=MAX_ADDRESS)], ...], Meta(max_length=MAX_ADDRESSES)]
 MAX_EPOCH = 2**32 - 1  # as frames' headers carry it
 Channel = Annotated[str, Meta(pattern="^-?[0-9]{1,10}--?[0-9]{1,10}$")]
+
+
+def bounded(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of a peer's addresses, as it published them, that a message may hold."""
+    return tuple(a for a in addresses if len(a) <= MAX_ADDRESS)[:MAX_ADDRESSES]
 
 
 def data_protocol(endpoint: str) -> str:
@@ -74,7 +82,7 @@ class BlobRef(msgspec.Struct, frozen=True):
     hash: str
     size: int
     holders: tuple[str, ...]
-    addresses: Annotated[dict[str, Annotated[tuple[str, ...], Meta(max_length=16)]], Meta(max_length=64)] = {}
+    addresses: Annotated[dict[str, Addresses], Meta(max_length=64)] = {}
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +107,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     peer: str
     endpoint: str
     incarnation: int
-    addresses: tuple[str, ...] = ()
+    addresses: Addresses = ()
 
 
 # --- trainer -> volunteer
@@ -142,7 +150,7 @@ class Connect(msgspec.Struct, frozen=True, tag="connect", kw_only=True):
     run: str
     plan: int
     stage: int
-    endpoints: tuple[Endpoint, ...]
+    endpoints: Annotated[tuple[Endpoint, ...], Meta(max_length=MAX_STAGES + 1)]
     buddies: Annotated[tuple[str, ...], Meta(max_length=4096)] = ()  # who else may fetch the stage's snapshots
     epoch: int = 0  # filled in by the daemon, from the session's certificate
 

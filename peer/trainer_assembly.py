@@ -41,6 +41,7 @@ from peer.protocol import (
     StageOffer,
     StageStatus,
     Suspect,
+    bounded,
 )
 from peer.stage_load import stage_bytes
 from peer.trainer_host import Host, HostLost
@@ -101,6 +102,7 @@ class Assembly:
         self.addresses: Mapping[str, tuple[str, ...]] = {}
         self.watched: dict[int, tuple[Watched, ...]] = {}  # by stage, for its next host
         self.me = self._new_endpoint()
+        self._told: tuple[Endpoint, ...] = ()  # by `connect`
 
     async def assemble(
         self,
@@ -272,20 +274,21 @@ class Assembly:
                 peer=p.peer,
                 endpoint=accepted.endpoint,
                 incarnation=accepted.incarnation,
-                addresses=self.addresses.get(p.peer, ()),
+                addresses=bounded(self.addresses.get(p.peer, ())),
             )
             for k, (p, accepted) in sorted(self._accepted.items())
         )
-        return (msgspec.structs.replace(self.me, addresses=self._own_addresses()), *stages)
+        return (msgspec.structs.replace(self.me, addresses=bounded(self._own_addresses())), *stages)
 
     def where(self, peers: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Their addresses, as far as they are known; our own too."""
         known = {**self.addresses, self._transport.peer_id: self._own_addresses()}
-        return {peer: known[peer] for peer in peers if known.get(peer)}
+        return {peer: bounded(known[peer]) for peer in peers if known.get(peer)}
 
     async def connect(self, plan: Plan) -> list[HostLost]:
         """Tell every host where the others live; those that could not be told."""
         endpoints, run, lost = self.endpoints(), self._session.spec.run, list[HostLost]()
+        self._told = endpoints
         for k, (p, _) in sorted(self._accepted.items()):
             message = Connect(run=run, plan=plan.number, stage=k, endpoints=endpoints, buddies=self.linked)
             try:
@@ -293,6 +296,12 @@ class Assembly:
             except HostLost as error:
                 lost.append(error)
         return lost
+
+    @property
+    def moved(self) -> bool:
+        """Whether the same ends as `connect` told of last can be reached elsewhere by now."""
+        now = self.endpoints()
+        return now != self._told and [_end(e) for e in now] == [_end(e) for e in self._told]
 
     def hosts_stage(self, peer: str) -> bool:
         """Whether `peer` has a stage, or an offer to take one."""
@@ -443,3 +452,7 @@ def _after_refusal(
     estimate = stage_bytes(plan, p.stage, atoms, request.state)
     room = int(MEMORY_MARGIN * estimate * refusal.cap / refusal.needed)
     return [replace(o, memory_bytes=room) if (o.peer, o.device) == (p.peer, p.device) else o for o in offers]
+
+
+def _end(e: Endpoint) -> tuple[int, str, str, int]:
+    return e.stage, e.peer, e.endpoint, e.incarnation

@@ -41,10 +41,21 @@ class Spares:
                         live.links = steady(live.links, await live.swarm.links())
                 except DhtError as error:
                     log.info("the board: %s", error)
+                await self._tell_addresses()
                 for peer in self._missing():
                     self._greeting.add(peer)
                     group.create_task(self._greet(peer))
                 await asyncio.sleep(LOOK_S)
+
+    async def _tell_addresses(self) -> None:
+        """Hosts that rest at other pipe hosts now, or have another address: the others hear of it, as a stream that
+        breaks is opened again by what they know. A change of plan that is under way tells it anyway."""
+        live = self._live
+        if live.placed is None or live.placing.locked() or not live.assembly.moved:
+            return
+        async with live.placing:
+            live.now.links.update(live.assembly.endpoints(), live.now.plan.number)
+            await live.assembly.connect(live.now.plan)
 
     def _missing(self) -> list[str]:
         """Spares to be greeted, buddies of the plan first; those that are no longer on the board are parted from."""

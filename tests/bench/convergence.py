@@ -1,8 +1,8 @@
 """Loss against steps, bytes and time under each plan's codecs: GPT-2 on the Bible's bytes, a ResNet on MNIST digits.
 
 Trained in one process (`LocalPipeline`) with the cuts and codecs that plans have on the testbed N1, rates x 0.1; ours
-measures its codecs on the model first, as a live run does. Each curve is kept in tests/bench/results/local, so it may be
-stopped and started again. 25 minutes of one core.
+measures its codecs on the model first, as a live run does. Each curve is kept in tests/bench/results/local, so it may
+be stopped and started again. 25 minutes of one core.
 """
 
 from __future__ import annotations

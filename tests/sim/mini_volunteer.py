@@ -143,6 +143,7 @@ class MiniVolunteer:
         self.hosted: dict[int, _Hosted] = {}
         self.offered: list[int] = []
         self.adopted: list[int] = []
+        self.addresses: tuple[str, ...] = ("/ip4/127.0.0.1/tcp/1",)
         self.alive = True
         self.trial_s = 0.0
         self.unit_s = 0.0
@@ -177,7 +178,7 @@ class MiniVolunteer:
         device = Device(
             kind="cpu", name="test", flops_per_s=1e9, memory_bytes_per_s=1e9, memory_bytes=1 << 30, free_bytes=1 << 30
         )
-        return PeerRecord(peer=self.peer, version="0", addresses=("/ip4/127.0.0.1/tcp/1",), devices=(device,))
+        return PeerRecord(peer=self.peer, version="0", addresses=self.addresses, devices=(device,))
 
     async def _control(self, stream: Stream) -> None:
         with contextlib.suppress(ConnectionError):  # the stream ended while something was said

@@ -34,6 +34,7 @@ from peer.trainer_adopt import Replay
 from peer.trainer_host import RunPaused
 from peer.trainer_live import Live, TrainerOptions
 from peer.trainer_session import CERT_S, Session
+from peer.trainer_spares import LOOK_S
 from peer.trainer_state import RunFolder
 from peer.trainer_swarm import Swarm
 from tests.memory_transport import Network
@@ -363,6 +364,28 @@ def test_a_host_that_repeats_its_complaint_is_told_once(captured: Captured, tmp_
                 await talkative._say(talkative.messages, said)
             await lab.train(trainer, 0, 3)
         assert lab.kinds().count("waiting") == 1 and "lost" not in lab.kinds()
+
+    simulate(main())
+
+
+@MINUTE
+def test_a_host_that_is_reached_elsewhere_is_told_to_its_neighbours_and_no_stream_is_cut(
+    captured: Captured, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        lab = Lab(captured, tmp_path)
+        await lab.fill(2)
+        async with lab.trainer(2) as trainer:
+            await lab.train(trainer, 0, 2)
+            first, second = lab.host(trainer, 0), lab.host(trainer, 1)
+            opened, plan = lab.network.opened, trainer.plan
+            second.addresses = ("/ip4/192.0.2.9/tcp/9",)
+            await asyncio.sleep(3 * LOOK_S)
+            assert first.hosted[0].links._endpoints[1].addresses == second.addresses
+            assert trainer._live.now.links._endpoints[1].addresses == second.addresses
+            await lab.train(trainer, 2, 4)
+            assert (lab.network.opened, trainer.plan) == (opened, plan)
+        assert "lost" not in lab.kinds()
 
     simulate(main())
 

@@ -189,6 +189,33 @@ def test_a_replaced_host_is_refused_and_told_so() -> None:
     run(main())
 
 
+def test_other_addresses_cut_no_stream_and_count_from_the_next_try() -> None:
+    async def main() -> None:
+        network, tried = Network(), list[tuple[str, ...]]()
+        async with pair(network) as (a, b):
+            await a.send(act(0, 0, b"one"))
+            await take(b, 1)
+            transport: Any = a.transport
+            connect = transport.connect
+
+            async def watched(peer: str, addresses: tuple[str, ...], **kw: Any) -> None:
+                tried.append(addresses)
+                await connect(peer, addresses, **kw)
+
+            transport.connect = watched
+            opened = network.opened
+            a.update([msgspec.structs.replace(endpoint(1), addresses=("/elsewhere",))], 1)
+            await a.send(act(0, 1, b"two"))
+            await take(b, 1)
+            assert (network.opened, tried) == (opened, [])
+            network.cut("peer1")
+            await a.send(act(0, 2, b"three"))
+            await take(b, 1)
+            assert tried[0] == ("/elsewhere",)
+
+    run(main())
+
+
 def test_a_stranger_gets_nothing_in() -> None:
     async def main() -> None:
         network = Network()

@@ -16,7 +16,19 @@ from fusion_p2p.settings import OptimizerSpec
 from peer import policy, signing
 from peer.errors import RefusedError, SignatureError
 from peer.policy import Fences, Leases, Policy
-from peer.protocol import Assignment, RunSpec, SessionCert, Signed
+from peer.protocol import (
+    MAX_ADDRESS,
+    MAX_ADDRESSES,
+    MAX_STAGES,
+    Assignment,
+    BlobRef,
+    Connect,
+    Endpoint,
+    RunSpec,
+    SessionCert,
+    Signed,
+    bounded,
+)
 
 OWNER = signing.new_session_key()
 SPEC, SIGNED_SPEC = signing.make_run_spec(
@@ -244,3 +256,34 @@ def test_only_the_owner_goes_on_with_a_run() -> None:
     ):
         with pytest.raises(SignatureError):
             signing.check_own(spec, key)
+
+
+HASH = "5a" * 32
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (BlobRef("../" + HASH, 1, ()), "no snapshot's hash"),
+        (BlobRef(HASH, -1, ()), "of -1 bytes"),
+        (BlobRef(HASH, 1, tuple(map(str, range(policy.MAX_HOLDERS + 1)))), "holders, at most"),
+        (BlobRef(HASH, 1, ("a",), {"b": ("/ip4/192.0.2.1/tcp/1",)}), "addresses of 'b'"),
+    ],
+)
+def test_a_state_that_nobody_honest_names_is_refused(state: BlobRef, words: str) -> None:
+    policy.check_state(BlobRef(HASH, 1, ("a",), {"a": ("/ip4/192.0.2.1/tcp/1",)}))
+    with pytest.raises(RefusedError, match=words):
+        policy.check_state(state)
+
+
+def test_what_is_said_of_where_peers_live_is_bounded_when_it_is_read() -> None:
+    end = Endpoint(stage=0, peer="p", endpoint="e", incarnation=0)
+    many = ("/ip4/192.0.2.1/tcp/1",) * (MAX_ADDRESSES + 1)
+    for bad in (many, ("x" * (MAX_ADDRESS + 1),)):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.structs.replace(end, addresses=bad)), type=Endpoint)
+        fits = msgspec.structs.replace(end, addresses=bounded(bad))
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(fits), type=Endpoint) == fits
+    told = Connect(run="r", plan=1, stage=0, endpoints=(end,) * (MAX_STAGES + 2))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=Connect)

@@ -19,6 +19,13 @@ class _Assembly:
         self.linked: list[str] = []
         self.asked: list[str] = []
         self.awake = asyncio.Event()
+        self.moved, self.told = False, 0
+
+    async def connect(self, plan: object) -> None:
+        self.moved, self.told = False, self.told + 1
+
+    def endpoints(self) -> tuple[()]:
+        return ()
 
     def hosts_stage(self, peer: str) -> bool:
         return False
@@ -49,8 +56,9 @@ class _Swarm:
 
 def _live(looks: list[list[str]]) -> Any:
     return SimpleNamespace(
-        swarm=_Swarm(looks), assembly=_Assembly(), placed=None, links=None, may_host=lambda peer: True
-    )
+        swarm=_Swarm(looks), assembly=_Assembly(), placed=None, links=None, may_host=lambda peer: True,
+        placing=asyncio.Lock(),
+    )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +88,30 @@ def test_those_that_do_not_answer_count_as_asked() -> None:
         for _ in range(50):
             await asyncio.sleep(0)
         assert len(live.assembly.asked) == GREETED
+        serving.cancel()
+        await asyncio.wait({serving})
+
+    asyncio.run(run())
+
+
+def test_who_is_reached_elsewhere_is_told_to_the_others_once_and_not_while_a_plan_changes() -> None:
+    async def run() -> None:
+        live = _live([[]])
+        heard: list[int] = []
+        plan = SimpleNamespace(number=7, placement=())
+        live.placed = live.now = SimpleNamespace(
+            plan=plan, links=SimpleNamespace(update=lambda ends, number: heard.append(number))
+        )
+        live.assembly.moved = True
+        await live.placing.acquire()
+        serving = asyncio.create_task(Spares(live).serve())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert live.assembly.told == 0
+        live.placing.release()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (live.assembly.told, heard) == (1, [7])
         serving.cancel()
         await asyncio.wait({serving})
 

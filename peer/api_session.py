@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -23,7 +24,7 @@ from peer.channel_io import ChannelSettings
 from peer.events import Happening, RunEvent, Sink
 from peer.lab.local_swarm import OwnDevice
 from peer.offers import SwarmLinks
-from peer.pipe_service import PipeService, reach_of
+from peer.pipe_service import REACH_S, PipeService, reach_of
 from peer.ratelimit import Limiter
 from peer.selfdial import SelfDial
 from peer.signing import public_bytes
@@ -144,11 +145,27 @@ async def open_session(
 async def _find_pipes(
     transport: P2PTransport, board: Board, dial: SelfDial, stack: contextlib.AsyncExitStack, hear: Sink
 ) -> Callable[[], tuple[str, ...]]:
-    """What says where volunteers reach this trainer. If it cannot be dialled it rests at a pipe host first."""
+    """What says where volunteers reach this trainer. If it cannot be dialled it rests at a pipe host first. While
+    nobody is there who could try, it asks again and again beside the run; hosts are told when the answer comes."""
     service = await PipeService.start(transport, board, dial)
     stack.push_async_callback(service.close)
-    reach, own = await reach_of(transport)
-    service.found(reach, own)
+    own: tuple[str, ...] = ()
+
+    async def look() -> bool:
+        nonlocal own
+        reach, own = await reach_of(transport)
+        service.found(reach, own)
+        return bool(reach)
+
+    async def look_on() -> None:
+        known = False
+        while not known:
+            await asyncio.sleep(REACH_S)
+            with contextlib.suppress(DhtError):
+                known = await look()
+
+    if not await look():
+        stack.callback(asyncio.create_task(look_on(), name="reach").cancel)
     if service.pipes.resting and not await service.pipes.until_rested(RESTED_S):
         hear(RunEvent(kind="notice", text=NO_PIPE, time_s=time.time()))
     return lambda: service.addresses(own)

@@ -35,7 +35,7 @@ from peer.executor_protocol import Beat, FromExecutor, Start
 from peer.invitation import invite_line
 from peer.joining import join_patiently
 from peer.local_control import Command, LocalControl, PeerStatus, StageView
-from peer.pipe_service import PipeService, reach_of
+from peer.pipe_service import REACH_S, PipeService, reach_of
 from peer.pipes import hosts_of
 from peer.policy import LEASE_S, Policy, within_hours
 from peer.preflight import Finding
@@ -48,7 +48,6 @@ from peer.volunteer import GRACE_S, Volunteer, minute_of_day
 log = logging.getLogger("peer.daemon")
 
 ROUND_S = 2.0
-REACH_S = 5.0  # between tries, while nobody is there to dial this peer
 LEAVE_S, STOP_S = 8.0, 3.0
 BLOB_AGE_S = 24 * 3600.0
 

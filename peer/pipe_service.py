@@ -28,6 +28,7 @@ ReachWord = Literal["", "direct", "relay", "none"]
 MAX_DIRECT, MAX_PIPED = 5, 2  # addresses in a record
 ENOUGH_MBPS = 100.0  # what an offer beyond promises counts for nothing: anybody can promise
 _ASKED = 3  # peers that try to dial this one
+REACH_S = 5.0  # between tries, while nobody is there to do so
 
 
 class PipeService:

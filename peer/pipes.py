@@ -54,6 +54,7 @@ OPEN_S = 5.0
 REVERSE_S = 3.0
 MAX_PROTOCOL = 200
 MAX_AT_ONCE = 32  # calls answered at a time
+MAX_SILENT = 64  # hosts remembered for not answering
 FAREWELL_S = 1.0
 DOOR, CALL = "pipe", "call through a pipe"
 _FROM_HOST: msgspec.msgpack.Decoder[FromHost] = msgspec.msgpack.Decoder(FromHost)
@@ -107,6 +108,7 @@ class Pipes:
         self._failures: Counter[str] = Counter()  # by host: who failed least is tried first
         self._tasks: set[asyncio.Task[None]] = set()
         self._answering = 0
+        self._silent: Counter[str] = Counter()  # hosts that did not answer calls; they are asked last
         self._talks: Counter[str] = Counter()  # streams through pipes now, either way, by peer
         self._calls: dict[asyncio.Task[None], str] = {}  # those of tensors that this peer opened, to whom
         self._server: asyncio.Server | None = None
@@ -297,7 +299,11 @@ class Pipes:
                 return
             found = await self._call(wanted)
             if isinstance(found, Sealed):
-                await talk.send(Joined(), timeout_s=SEND_S)
+                try:
+                    await talk.send(Joined(), timeout_s=SEND_S)
+                except BaseException:  # who asked has gone
+                    found.close()
+                    raise
                 if task is not None and wanted.protocol.startswith(data_protocol("")):
                     self._calls[task] = wanted.peer
                 with self._talk_with(wanted.peer):
@@ -315,11 +321,18 @@ class Pipes:
 
     async def _call(self, wanted: Through) -> Sealed | Direct | Refuse:
         failures = []
-        for address in wanted.hosts:
+        for address in sorted(wanted.hosts, key=lambda a: self._silent[_host_id(a)]):
+            host = _host_id(address)
             try:
-                return await self._call_at(address, wanted)
+                found = await self._call_at(address, wanted)
             except _FAILURES as error:
-                failures.append(f"{_host_id(address)[-8:]}: {error or 'no answer'}")
+                failures.append(f"{host[-8:]}: {error or 'no answer'}")
+                if isinstance(error, TimeoutError):
+                    self._silent = Counter(dict(self._silent.most_common(MAX_SILENT - 1)))
+                    self._silent[host] += 1
+            else:
+                self._silent.pop(host, None)
+                return found
         return Refuse("; ".join(failures)[:300] or "it names no host")
 
     async def _call_at(self, address: str, wanted: Through) -> Sealed | Direct:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from peer.channel_io import ChannelSettings
 from peer.control_io import MessageStream
 from peer.errors import BlobError
 from peer.pipe_host import PIPE, PipeHost
-from peer.pipe_seal import Handshake, Sealer, Unreadable
+from peer.pipe_seal import Handshake, Sealed, Sealer, Unreadable
 from peer.pipe_service import pipe_hosts
 from peer.pipes import Pipes, circuit, hosts_of
 from peer.protocol import BLOBS, CONTROL, BlobRef, data_protocol
@@ -240,6 +241,59 @@ def test_a_stream_ends_with_its_host_and_the_next_goes_by_another(tmp_path: Path
             stream = await caller.dial.open_stream(called.dial.peer_id, BLOBS)
             await exchange(stream, caller.dial.peer_id, SECRET)
             assert all(used.peer_id not in a for a in called.pipes.addresses())
+
+    simulate(main())
+
+
+def test_a_host_that_does_not_answer_is_asked_last_from_then_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path, hosts=2) as w:
+            caller, called = w.peers
+            first = hosts_of(called.pipes.addresses())[0]
+            (frozen,) = [t for t, _ in w.hosts if first.endswith(t.peer_id)]
+            asked = 0
+
+            async def silent(stream: Stream) -> None:
+                nonlocal asked
+                asked += 1
+                await asyncio.Event().wait()
+
+            await frozen.serve(PIPE, silent)
+            took: list[float] = []
+            for _ in range(3):
+                start = asyncio.get_running_loop().time()
+                stream = await caller.dial.open_stream(called.dial.peer_id, BLOBS, timeout_s=60)
+                took.append(asyncio.get_running_loop().time() - start)
+                await exchange(stream, caller.dial.peer_id, SECRET)
+            assert asked == 1
+            assert took[0] >= pipe_host.RING_S > 10 * max(took[1:])
+
+    simulate(main())
+
+
+def test_a_stream_whose_asker_has_gone_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits no longer than the called peer takes to answer."""
+
+    async def main() -> None:
+        async with world(tmp_path) as w:
+            caller, called = w.peers
+            call = caller.pipes._call
+            closed: list[Sealed] = []
+            done = asyncio.Event()
+
+            async def late(wanted: pipes.Through) -> Any:
+                found = await call(wanted)
+                assert isinstance(found, Sealed)
+                monkeypatch.setattr(found, "close", lambda: (closed.append(found), done.set()))
+                await asyncio.sleep(30)
+                return found
+
+            monkeypatch.setattr(caller.pipes, "_call", late)
+            with pytest.raises(PeerUnreachable, match="its pipes do not answer"):
+                await caller.dial.open_stream(called.dial.peer_id, BLOBS, timeout_s=10)
+            async with asyncio.timeout(120):
+                await done.wait()
+            assert len(closed) == 1
 
     simulate(main())
 

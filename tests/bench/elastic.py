@@ -38,7 +38,7 @@ CASES = (
     Case("chaos-codec", False, lambda: [chaos(6, 5, 60, CODEC)]),
     Case("neighbours", False, lambda: [neighbours()]),
     Case("slowed", False, lambda: slowed(1.15)),
-    Case("overhead", False, lambda: [overhead(6)]),
+    Case("overhead", False, lambda: [overhead(10)]),
     Case("memory", False, lambda: memory(2000)),
     Case("joiners", False, lambda: joiners(32 << 20, 4e6)),
     Case("comings", False, lambda: comings_and_goings(100, 600.0)),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -30,7 +32,7 @@ def demo_model() -> torch.nn.Module:
     return made.train()
 
 
-def _demo(swarm: LocalSwarm, save_every: int) -> Run:
+def _demo(swarm: LocalSwarm, save_every: int, run_dir: Path, numeric_log: Path | None = None) -> Run:
     model = demo_model()
     ids = [torch.randint(0, 1024, (32, 64)) for _ in range(8)]
     return Run(
@@ -41,16 +43,23 @@ def _demo(swarm: LocalSwarm, save_every: int) -> Run:
         micro_batch_size=8,
         swarm=swarm,
         save_every=save_every,
+        run_dir=run_dir,
+        numeric_log=numeric_log,
     )
 
 
 def overhead(blocks: int) -> Row:
-    """Complete sets and kept frames as a run has them by itself, against none of it: two runs of the demo on the same
-    volunteers, in turns of half a set's steps, with-without-without-with, so that what the machine does meanwhile hits
-    both alike; the median of the blocks' ratios."""
+    """Complete sets and kept frames as a run has them by itself, against none of it: two runs of the demo with the same
+    cuts on the same volunteers, in turns of half a set's steps, with-without-without-with, so that what the machine
+    does meanwhile hits both alike; the median of the blocks' ratios."""
     steps = SAVE_EVERY // 2
     ratios, turns = list[float](), list[Turn]()
-    with LocalSwarm(peers=4) as swarm, _demo(swarm, SAVE_EVERY) as kept, _demo(swarm, 0) as bare:
+    with (
+        tempfile.TemporaryDirectory() as root,
+        LocalSwarm(peers=4) as swarm,
+        _demo(swarm, SAVE_EVERY, Path(root, "kept")) as kept,
+        _demo(swarm, 0, Path(root, "bare"), Path(root, "kept", "numeric_log.jsonl")) as bare,
+    ):
         kept.train(2)
         bare.train(2)
         for number in range(blocks):

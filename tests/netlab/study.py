@@ -41,6 +41,7 @@ CONFIGS = {
     "equal compute, uniform Top-K": ("equal-compute:0", "topk:100"),
 }
 NO_TIME, LEAST_ORDERS = "no time left", 3
+SETTLE_S, LOOK_S, IDLE = 120.0, 10.0, 0.25  # the share of its quota that a peer takes with nothing to train
 EQUAL, BY_SPEED = "equal layers", "layers by speed"
 Say = Callable[[str], None]
 FAILURES = (FusionError, DhtError, r.RivalFailed, OSError, TimeoutError, StopIteration)
@@ -156,6 +157,8 @@ def _ours(lab: Lab, found: Found, configs: Sequence[str], steps: int, say: Say, 
     say(f"{found.bed}: {len(lab.bed.peers)} volunteers start")
     try:
         with lab.inside(), LabSwarm(lab) as swarm:
+            took_s = settled(lab)
+            say(f"{found.bed}: volunteers have settled after {took_s:.0f} s")
             for name in configs:
                 if time.monotonic() > until:
                     found.failed[name] = NO_TIME
@@ -174,6 +177,19 @@ def _ours(lab: Lab, found: Found, configs: Sequence[str], steps: int, say: Say, 
     except FAILURES as error:
         found.failed["volunteers"] = f"{type(error).__name__}: {error}"
         say(f"{found.bed}: volunteers failed: {error}")
+
+
+def settled(lab: Lab) -> float:
+    """Wait, for SETTLE_S at most, until the peers use little of their cores: in their first minute on so little of one
+    they look at many others, and every trial step would be too slow by that. Seconds that it took."""
+    start, used = time.monotonic(), lab.used_s()
+    while time.monotonic() - start < SETTLE_S:
+        time.sleep(LOOK_S)
+        before, used = used, lab.used_s()
+        busy = [(used.get(p.name, 0.0) - before.get(p.name, 0.0)) / LOOK_S / p.cores for p in lab.bed.peers]
+        if max(busy) < IDLE:
+            break
+    return time.monotonic() - start
 
 
 def one_run(swarm: LabSwarm, planner: str, compression: str, *, steps: int, say: Say) -> Measured:

@@ -70,6 +70,16 @@ class Peer:
     work: tuple[Work, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A record on the board. While it is on its way (until `seen_from`) the one before it is what others find."""
+
+    record: Record
+    until: float
+    seen_from: float
+    sides: frozenset[int]  # of a partition
+
+
 @dataclass
 class Faults:
     """Probabilities and amplitudes; all off by default."""
@@ -93,7 +103,7 @@ class World:
         self.rng = random.Random(self.seed)
         self.faults = replace(self.faults)
         self.peers: dict[str, Peer] = {}
-        self.board: dict[str, dict[str, tuple[Record, float, float, frozenset[int]]]] = collections.defaultdict(dict)
+        self.board: dict[str, dict[str, tuple[Entry, ...]]] = collections.defaultdict(dict)
         self.sides = frozenset((0,))
         self.alive_names: list[str] = []
         self.events: list[str] = []
@@ -151,8 +161,9 @@ class World:
         if self.lost():
             return
         seen_from = self.now + self.rng.uniform(0, self.faults.delay_s)
-        sides = frozenset((peer.side,))
-        self.board[key][subkey.hex()] = record, self.now + TTL_S, seen_from, sides
+        before = [e for e in self.board[key].get(subkey.hex(), ()) if e.seen_from <= self.now]
+        entry = Entry(record, self.now + TTL_S, seen_from, frozenset((peer.side,)))
+        self.board[key][subkey.hex()] = (*before[-1:], entry)
 
     def read(self, peer: Peer, keys: Iterable[str]) -> list[Record]:
         out: list[Record] = []
@@ -160,11 +171,13 @@ class World:
             if self.lost():
                 continue
             entries = self.board.get(key, {})
-            for subkey, (record, until, seen_from, sides) in list(entries.items()):
-                if until < self.now:
+            for subkey, versions in list(entries.items()):
+                if versions[-1].until < self.now:
                     del entries[subkey]
-                elif seen_from <= self.now and (len(self.sides) == 1 or peer.side in sides):
-                    out.append(record)
+                    continue
+                seen = [e for e in versions if e.seen_from <= self.now <= e.until]
+                if seen and (len(self.sides) == 1 or peer.side in seen[-1].sides):
+                    out.append(seen[-1].record)
         return out
 
     # --- rounds
@@ -184,7 +197,7 @@ class World:
                     heapq.heappush(due, (peer.due, name))
         self.now = end
         for key, entries in list(self.board.items()):  # nodes drop what has expired, read or not
-            for subkey in [s for s, (_, until, _, _) in entries.items() if until < self.now]:
+            for subkey in [s for s, versions in entries.items() if versions[-1].until < self.now]:
                 del entries[subkey]
             if not entries:
                 del self.board[key]
@@ -258,8 +271,8 @@ class World:
         return [p for p in self.living() if p.machine.fence == fence and p.machine.leading]
 
     def index(self, now: float) -> dict[str, FenceHead]:
-        heads = [r for key in index_keys() for r, until, _, _ in self.board.get(key, {}).values() if until >= now]
-        return leads([h for h in heads if isinstance(h, FenceHead)], now)
+        newest = [versions[-1] for key in index_keys() for versions in self.board.get(key, {}).values()]
+        return leads([e.record for e in newest if isinstance(e.record, FenceHead) and e.until >= now], now)
 
     def rand_index(self) -> float:
         return adjusted_rand_index([(p.machine.fence or p.name, p.site) for p in self.living()])

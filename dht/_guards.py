@@ -89,7 +89,7 @@ def records_only() -> Iterator[None]:
 
 
 class _Showing:
-    """A stub whose calls carry the token of a private swarm, and whether only records are wanted."""
+    """A stub whose calls carry the token of a swarm with a secret, and whether only records are wanted."""
 
     def __init__(self, stub: Any, token: bytes) -> None:
         self._stub, self._token = stub, token
@@ -108,7 +108,7 @@ class _Showing:
 
 
 class _Guarded:
-    """A node's handlers behind its door: who is banned, or has not the private swarm's key, gets an error."""
+    """A node's handlers behind its door: who is banned, or does not know the swarm's secret, gets an error."""
 
     def __init__(self, protocol: Any, door: Door) -> None:
         self._protocol, self._door = protocol, door

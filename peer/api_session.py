@@ -155,17 +155,19 @@ async def _find_pipes(
         nonlocal own
         reach, own = await reach_of(transport)
         service.found(reach, own)
+        if service.pipes.resting and not await service.pipes.until_rested(RESTED_S):
+            hear(RunEvent(kind="notice", text=NO_PIPE, time_s=time.time()))
         return bool(reach)
 
     async def look_on() -> None:
         known = False
         while not known:
             await asyncio.sleep(REACH_S)
-            with contextlib.suppress(DhtError):
+            try:
                 known = await look()
+            except DhtError as error:
+                log.info("whether this trainer can be dialled: %s", error)
 
     if not await look():
         stack.callback(asyncio.create_task(look_on(), name="reach").cancel)
-    if service.pipes.resting and not await service.pipes.until_rested(RESTED_S):
-        hear(RunEvent(kind="notice", text=NO_PIPE, time_s=time.time()))
     return lambda: service.addresses(own)

@@ -171,12 +171,15 @@ def _ask(options: argparse.Namespace) -> int:
     import msgspec
 
     from dht.home import home
+    from peer.errors import ControlError
     from peer.local_control import ask
 
     status = ask(home(), options.command)
     if options.json:
         print(msgspec.json.encode(status).decode())
     elif options.command == "invite":
+        if not status.invite:
+            raise ControlError("the running peer is of an older version; start it again with: fusion-peer join")
         print(status.invite)
     else:
         print(_status_text(status))

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     _add_join(commands.add_parser("join", help="offer this machine", description=JOIN_TEXT))
     for name, text in (
         ("status", "what the running peer does"),
-        ("invite", "print the line that others paste to join"),
+        ("invite", "print the line that others paste to join, with the key of a private swarm"),
         ("pause", "give up all stages and take no new ones"),
         ("resume", "take stages again"),
         ("leave", "end the running peer"),

@@ -60,7 +60,6 @@ class Sender:
         self.wake, self.room = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._endpoint: Endpoint | None = None
-        self._addresses: tuple[str, ...] = ()
         self._epoch = -1
         self._down_since: float | None = _now()
         self._lost = False
@@ -114,7 +113,6 @@ class Sender:
         from the next try on: a stream that stands is not cut for them."""
         same = epoch == self._epoch and _who(endpoint) == _who(self._endpoint)
         self._endpoint, self._epoch = endpoint, epoch
-        self._addresses = () if endpoint is None else endpoint.addresses
         if same:
             return
         self._task = asyncio.ensure_future(self._run(self._task, endpoint, epoch))
@@ -153,7 +151,8 @@ class Sender:
     async def _stream(self, endpoint: Endpoint, epoch: int) -> None:
         links, outbox = self._links, self.outbox
         transport, open_s = links.transport, links.settings.open_s
-        await transport.connect(endpoint.peer, self._addresses, timeout_s=open_s)
+        newest = self._endpoint if _who(self._endpoint) == _who(endpoint) else None
+        await transport.connect(endpoint.peer, (newest or endpoint).addresses, timeout_s=open_s)
         stream = await transport.open_stream(endpoint.peer, data_protocol(endpoint.endpoint), timeout_s=open_s)
         opening = Open(
             WIRE_VERSION, links.run, epoch, links.plan, outbox.src, outbox.dst,

@@ -108,7 +108,7 @@ class Pipes:
         self._failures: Counter[str] = Counter()  # by host: who failed least is tried first
         self._tasks: set[asyncio.Task[None]] = set()
         self._answering = 0
-        self._silent: Counter[str] = Counter()  # hosts that did not answer calls; they are asked last
+        self._silent: dict[str, int] = {}  # host -> calls that it did not answer; who has the most is asked last
         self._talks: Counter[str] = Counter()  # streams through pipes now, either way, by peer
         self._calls: dict[asyncio.Task[None], str] = {}  # those of tensors that this peer opened, to whom
         self._server: asyncio.Server | None = None
@@ -321,15 +321,16 @@ class Pipes:
 
     async def _call(self, wanted: Through) -> Sealed | Direct | Refuse:
         failures = []
-        for address in sorted(wanted.hosts, key=lambda a: self._silent[_host_id(a)]):
+        for address in sorted(wanted.hosts, key=lambda a: self._silent.get(_host_id(a), 0)):
             host = _host_id(address)
             try:
                 found = await self._call_at(address, wanted)
             except _FAILURES as error:
                 failures.append(f"{host[-8:]}: {error or 'no answer'}")
-                if isinstance(error, TimeoutError):
-                    self._silent = Counter(dict(self._silent.most_common(MAX_SILENT - 1)))
-                    self._silent[host] += 1
+                if isinstance(error, TimeoutError | PeerUnreachable):
+                    self._silent[host] = self._silent.pop(host, 0) + 1
+                    if len(self._silent) > MAX_SILENT:
+                        del self._silent[next(iter(self._silent))]
             else:
                 self._silent.pop(host, None)
                 return found
@@ -342,8 +343,11 @@ class Pipes:
             await talk.send(Call(wanted.peer, self.dialled_at), timeout_s=SEND_S)
             match await talk.receive(timeout_s=RING_S + SEND_S):
                 case Joined():
-                    sealed = await pipe_seal.call(stream, self._identity, wanted.peer)
-                    await sealed.write(wanted.protocol.encode())
+                    try:
+                        sealed = await pipe_seal.call(stream, self._identity, wanted.peer)
+                        await sealed.write(wanted.protocol.encode())
+                    except TimeoutError:  # not the host's fault
+                        raise TransportError(f"peer {wanted.peer} says nothing in the pipe") from None
                     return sealed
                 case Direct():
                     stream.writer.close()

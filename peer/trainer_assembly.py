@@ -300,8 +300,9 @@ class Assembly:
     @property
     def moved(self) -> bool:
         """Whether the same ends as `connect` told of last can be reached elsewhere by now."""
-        now = self.endpoints()
-        return now != self._told and [_end(e) for e in now] == [_end(e) for e in self._told]
+        now, told = self.endpoints(), self._told
+        same = [_end(e) for e in now] == [_end(e) for e in told]
+        return same and [set(e.addresses) for e in now] != [set(e.addresses) for e in told]
 
     def hosts_stage(self, peer: str) -> bool:
         """Whether `peer` has a stage, or an offer to take one."""

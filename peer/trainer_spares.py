@@ -13,6 +13,7 @@ import logging
 from dht.errors import DhtError
 from peer.errors import RefusedError
 from peer.plan_rates import steady
+from peer.trainer_adopt import note_hosts
 from peer.trainer_host import HostLost
 from peer.trainer_live import AFTER_LOSS_S, Live
 
@@ -34,6 +35,7 @@ class Spares:
         """Whoever does not answer a greeting holds up neither the others' nor the next look."""
         live = self._live
         async with asyncio.TaskGroup() as group:
+            telling: asyncio.Task[None] | None = None
             for look in itertools.count():
                 try:
                     await live.swarm.offers()
@@ -41,7 +43,8 @@ class Spares:
                         live.links = steady(live.links, await live.swarm.links())
                 except DhtError as error:
                     log.info("the board: %s", error)
-                await self._tell_addresses()
+                if live.placed is not None and live.assembly.moved and (telling is None or telling.done()):
+                    telling = group.create_task(self._tell_addresses())
                 for peer in self._missing():
                     self._greeting.add(peer)
                     group.create_task(self._greet(peer))
@@ -49,13 +52,16 @@ class Spares:
 
     async def _tell_addresses(self) -> None:
         """Hosts that rest at other pipe hosts now, or have another address: the others hear of it, as a stream that
-        breaks is opened again by what they know. A change of plan that is under way tells it anyway."""
+        breaks is opened again by what they know; and the run folder, for a trainer that starts again. A change of
+        plan that is under way tells it anyway."""
         live = self._live
-        if live.placed is None or live.placing.locked() or not live.assembly.moved:
-            return
         async with live.placing:
+            if live.lost or live.anew or not live.assembly.moved:
+                return
+            await note_hosts(live, live.now.plan)
             live.now.links.update(live.assembly.endpoints(), live.now.plan.number)
-            await live.assembly.connect(live.now.plan)
+            for lost in await live.assembly.connect(live.now.plan):
+                live.lose(lost.peer, lost.reason)
 
     def _missing(self) -> list[str]:
         """Spares to be greeted, buddies of the plan first; those that are no longer on the board are parted from."""

@@ -213,10 +213,10 @@ def _part(batch: Any, size: int) -> Any:
 
 
 def held(task: Task, config: str, seed: int, steps: int) -> Curve:
-    """The run's curve, from disk if it is there; another name once any codec's bytes or the ladder change."""
-    golden = Path(__file__).parents[1] / "golden" / "codec_bytes.json"
-    ladder = Path(fusion_p2p.__file__).parent / "planner" / "ladder.py"
-    build = hashlib.blake2b(golden.read_bytes() + ladder.read_bytes(), digest_size=4).hexdigest()
+    """The run's curve, from disk if it is there; another name once codecs' bytes, the ladder or its probe change."""
+    golden, science = Path(__file__).parents[1] / "golden" / "codec_bytes.json", Path(fusion_p2p.__file__).parent
+    decides = [golden, science / "planner" / "ladder.py", *([science / "probe.py"] if config == OURS else [])]
+    build = hashlib.blake2b(b"".join(p.read_bytes() for p in decides), digest_size=4).hexdigest()
     label = config.replace(" ", "-").replace(",", "")
     path = RESULTS / "local" / f"convergence-{task.name}-{label}-{seed}-{steps}-{build}.json"
     if path.exists():

@@ -2,7 +2,8 @@
 
 Needs root (network namespaces). All rates are the testbeds' times 0.1, because a test peer computes hundreds of times
 slower than a GPU. The full form takes about three hours on a quiet machine of 2 cores; --headline (`make headline`)
-under 20 minutes: N3 and N1, few steps. What is named with it has all its rival's device orders, in half an hour each:
+under 20 minutes: N3 and N1, few steps. Beds that are named with it have five device orders of the rival with equal
+layers, in 15 to 25 minutes each:
 
     python -m tests.bench.netlab --headline --beds data-plane N3 N1 --save headline
     python -m tests.bench.netlab --headline --beds N2 --save headline-N2

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -378,6 +379,14 @@ def test_a_host_that_is_reached_elsewhere_is_told_to_its_neighbours_and_no_strea
         async with lab.trainer(2) as trainer:
             await lab.train(trainer, 0, 2)
             first, second = lab.host(trainer, 0), lab.host(trainer, 1)
+            assembly = trainer._live.assembly
+            accepted = assembly._accepted[1]
+            second.addresses = ("/ip4/192.0.2.8/tcp/8",)
+            await trainer._live.swarm.offers()
+            assert assembly.moved
+            assembly._accepted[1] = accepted[0], msgspec.structs.replace(accepted[1], incarnation=9)
+            assert not assembly.moved  # another end is another plan's to tell
+            assembly._accepted[1] = accepted
             opened, plan = lab.network.opened, trainer.plan
             second.addresses = ("/ip4/192.0.2.9/tcp/9",)
             await asyncio.sleep(3 * LOOK_S)

@@ -11,7 +11,7 @@ import pytest
 
 from dht.errors import TransportError
 from peer import api_session
-from peer.api_session import _find_pipes
+from peer.api_session import NO_PIPE, _find_pipes
 from peer.pipe_service import REACH_S
 from tests.simulated_time import simulate
 
@@ -25,7 +25,7 @@ class _Service:
         self.closed = False
 
     async def _rested(self, timeout_s: float) -> bool:
-        return True
+        return False
 
     def found(self, reach: str, own: tuple[str, ...]) -> None:
         self.heard.append(reach)
@@ -53,15 +53,27 @@ def test_a_trainer_that_nobody_could_try_is_tried_again_until_somebody_can(monke
     monkeypatch.setattr(api_session, "PipeService", SimpleNamespace(start=start))
     monkeypatch.setattr(api_session, "reach_of", reach_of)
 
+    said: list[Any] = []
+
     async def main() -> None:
         none: Any = None
         async with contextlib.AsyncExitStack() as stack:
-            where = await _find_pipes(none, none, none, stack, lambda happening: None)
+            where = await _find_pipes(none, none, none, stack, said.append)
             assert (where(), service.heard) == (("/listens/3",), [""])
+            assert not said
             await asyncio.sleep(3.5 * REACH_S)
+            assert [h.text for h in said] == [NO_PIPE]  # it rests nowhere yet
             assert (where(), service.heard) == (("/listens/0", "/by/pipe"), ["", "", "none"])
             await asyncio.sleep(10 * REACH_S)
             assert not answers
         assert service.closed
+        answers.extend([""] * 9)
+        async with contextlib.AsyncExitStack() as stack:
+            await _find_pipes(none, none, none, stack, said.append)
+            await asyncio.sleep(2.5 * REACH_S)
+        left = len(answers)
+        assert left == 9 - 3
+        await asyncio.sleep(10 * REACH_S)
+        assert len(answers) == left  # who has ended asks no more
 
     simulate(main())

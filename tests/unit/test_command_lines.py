@@ -106,6 +106,7 @@ BAD = [
     ("fusion-peer join --framework numpy", "choose from 'torch', 'jax'"),
     ("fusion-peer join --config nowhere.toml", "nowhere.toml cannot be read: No such file or directory; --config"),
     ("fusion-peer join --swarm-key short", "64 hex digits"),
+    ("fusion-peer join --swarm-name Lab", "'Lab' is no name of a swarm: 1 to 32 of a-z, 0-9 and hyphens"),
     ("fusion-peer join --runs me", "as `fusion-run show` prints them"),
     ("fusion-peer join --device tpu", "use auto, cpu, cuda:0"),
     ("fusion-peer join --hours noon", "22:00-07:00"),
@@ -149,7 +150,7 @@ def test_bad_input_is_one_line_with_the_fix_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FUSION_HOME", str(tmp_path / "home"))
-    for name in ("FUSION_SWARM", "FUSION_SWARM_KEY"):
+    for name in ("FUSION_SWARM", "FUSION_SWARM_KEY", "FUSION_SWARM_NAME"):
         monkeypatch.delenv(name, raising=False)
     program, *words = line.split()
     try:

@@ -250,7 +250,9 @@ def test_a_host_that_does_not_answer_is_asked_last_from_then_on(tmp_path: Path) 
         async with world(tmp_path, hosts=2) as w:
             caller, called = w.peers
             first = hosts_of(called.pipes.addresses())[0]
-            (frozen,) = [t for t, _ in w.hosts if first.endswith(t.peer_id)]
+            (frozen, handle), (other, _) = sorted(
+                ((t, host.handle) for t, host in w.hosts), key=lambda pair: not first.endswith(pair[0].peer_id)
+            )
             asked = 0
 
             async def silent(stream: Stream) -> None:
@@ -267,6 +269,12 @@ def test_a_host_that_does_not_answer_is_asked_last_from_then_on(tmp_path: Path) 
                 await exchange(stream, caller.dial.peer_id, SECRET)
             assert asked == 1
             assert took[0] >= pipe_host.RING_S > 10 * max(took[1:])
+            w.network.dead.add(other.peer_id)  # and one that cannot be dialled comes after one that fell silent once
+            await frozen.serve(PIPE, handle)
+            for _ in range(2):
+                stream = await caller.dial.open_stream(called.dial.peer_id, BLOBS, timeout_s=60)
+                await exchange(stream, caller.dial.peer_id, SECRET)
+            assert caller.pipes._silent == {other.peer_id: 1}
 
     simulate(main())
 

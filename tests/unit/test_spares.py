@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from peer import trainer_spares
+from peer.trainer_host import HostLost
 from peer.trainer_spares import GREETED, Spares
 
 
@@ -21,8 +22,9 @@ class _Assembly:
         self.awake = asyncio.Event()
         self.moved, self.told = False, 0
 
-    async def connect(self, plan: object) -> None:
+    async def connect(self, plan: object) -> list[HostLost]:
         self.moved, self.told = False, self.told + 1
+        return [HostLost("deaf", "it does not read")]
 
     def endpoints(self) -> tuple[()]:
         return ()
@@ -57,14 +59,19 @@ class _Swarm:
 def _live(looks: list[list[str]]) -> Any:
     return SimpleNamespace(
         swarm=_Swarm(looks), assembly=_Assembly(), placed=None, links=None, may_host=lambda peer: True,
-        placing=asyncio.Lock(),
+        placing=asyncio.Lock(), lost={}, anew=None, noted=[], gone=[],
     )  # fmt: skip
+
+
+async def _note(live: Any, plan: Any) -> None:
+    live.noted.append(plan.number)
 
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_spares, "LOOK_S", 0.0)
     monkeypatch.setattr(trainer_spares, "steady", lambda known, measured: measured)
+    monkeypatch.setattr(trainer_spares, "note_hosts", _note)
 
 
 def test_one_that_is_asleep_holds_up_neither_the_look_nor_another() -> None:
@@ -102,16 +109,22 @@ def test_who_is_reached_elsewhere_is_told_to_the_others_once_and_not_while_a_pla
         live.placed = live.now = SimpleNamespace(
             plan=plan, links=SimpleNamespace(update=lambda ends, number: heard.append(number))
         )
+        live.lose = lambda peer, reason: live.gone.append(peer)
         live.assembly.moved = True
         await live.placing.acquire()
         serving = asyncio.create_task(Spares(live).serve())
         for _ in range(20):
             await asyncio.sleep(0)
         assert live.assembly.told == 0
+        live.lost["somebody"] = "dead"  # whoever mends that tells the new plan
         live.placing.release()
         for _ in range(20):
             await asyncio.sleep(0)
-        assert (live.assembly.told, heard) == (1, [7])
+        assert live.assembly.told == 0
+        live.lost.clear()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (live.assembly.told, heard, live.noted, live.gone) == (1, [7], [7], ["deaf"])
         serving.cancel()
         await asyncio.wait({serving})
 

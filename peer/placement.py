@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 WRONG = 1.5  # measured over predicted stage time, either way, from which a device's rates are corrected
-WORTH = 0.95  # of the predicted step time that another plan must reach: placing again, once, costs seconds
+WORTH = 0.9  # of the predicted step time that another plan must reach to be worth placing again
 WORTH_S = 0.02  # of a step that it must save besides: the trial steps of tiny models tell no better
 
 

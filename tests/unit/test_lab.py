@@ -17,7 +17,7 @@ from fusion_p2p.errors import InputError
 from fusion_p2p.planner import load_testbed
 from peer.lab import bed as b
 from peer.lab.netns import is_orphan, prefix
-from peer.lab.quota import DutyCycle
+from peer.lab.quota import DutyCycle, pinned
 
 FILE = Path("examples/testbeds/lab.json")
 
@@ -184,3 +184,12 @@ def test_a_duty_cycle_stops_a_process_for_a_while_and_lets_it_go_in_the_end() ->
         while psutil.Process(process.pid).status() == "stopped" and time.monotonic() < end:
             time.sleep(0.003)
         assert psutil.Process(process.pid).status() != "stopped"
+
+
+def test_peers_stay_on_one_cpu_where_all_fit_so() -> None:
+    two = {"A0": 0.24, "A1": 0.24, "B0": 0.24, "B1": 0.24, "C0": 0.12, "C1": 0.12}
+    found = pinned(two, {4, 7})
+    loads = [sum(two[name] for name, cpu in found.items() if cpu == each) for each in (4, 7)]
+    assert found.keys() == two.keys() and loads == pytest.approx([0.6, 0.6])
+    assert pinned({"a": 0.6, "b": 0.6, "c": 0.6}, {0, 1}) == {}
+    assert pinned({"a": 1.5}, {0, 1}) == pinned({}, {0, 1}) == {}

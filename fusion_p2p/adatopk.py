@@ -123,7 +123,8 @@ def choose(
     """A codec for every link of a plan whose stages take `stage_s` seconds a micro-batch (forward and backward).
 
     adatopk: a link takes the rung of least loss whose transfer is at most `tau` of the bottleneck, else the most
-    compressing of those in the loss allowed; codec time counts at both ends, and may itself become the bottleneck.
+    compressing of those in the loss allowed; but none that costs as much of the loss as another that is through sooner,
+    its own time at both ends counted. Codec time may itself become the bottleneck.
     """
     if compression == "adatopk-paper":
         return _paper(links, paper_ratio)
@@ -144,10 +145,15 @@ def choose(
 def _pick(link: LinkLoad, ladder: Ladder, bottleneck_s: float) -> Choice:
     limit_s = ladder.tau * bottleneck_s
     fit = [r for r in ladder.rungs if r.byte_share * link.dense_s <= limit_s * (1 + 1e-12)]
-    rung = min(fit, key=lambda r: (r.loss_cost, -r.byte_share)) if fit else ladder.rungs[-1]
+    asked = min(fit, key=lambda r: (r.loss_cost, -r.byte_share)) if fit else ladder.rungs[-1]
+    rung = min((r for r in ladder.rungs if r.loss_cost <= asked.loss_cost), key=lambda r: _through_s(link, r))
+    if _through_s(link, rung) >= _through_s(link, asked):
+        rung = asked
     transfer_s = rung.byte_share * link.dense_s
     if len(ladder.rungs) == 1:
         why = "the same codec everywhere"
+    elif rung is not asked:
+        why = f"{asked.codec} would send less and take {_through_s(link, asked):.3g} s, its own time counted"
     elif rung is ladder.rungs[0]:
         why = f"dense fits {limit_s:.3g} s ({ladder.tau:g} of the bottleneck)"
     elif fit:
@@ -157,6 +163,16 @@ def _pick(link: LinkLoad, ladder: Ladder, bottleneck_s: float) -> Choice:
         among = "in the loss allowed fits" if more else "fits"
         why = f"no codec {among} {limit_s:.3g} s ({ladder.tau:g} of the bottleneck)" + (f"; {more}" if more else "")
     return _choice(link, rung, f"{transfer_s:.3g} s; {why}")
+
+
+def _through_s(link: LinkLoad, rung: Rung) -> float:
+    """From one stage to the other: encoded, sent, decoded."""
+    return rung.byte_share * link.dense_s + _codec_s(link, rung)
+
+
+def _codec_s(link: LinkLoad, rung: Rung) -> float:
+    """At either end, which encodes in one direction and decodes in the other."""
+    return (rung.encode_s_per_element + rung.decode_s_per_element) * link.elements
 
 
 def _paper(links: Sequence[LinkLoad], ratio: float) -> tuple[Choice, ...]:
@@ -171,14 +187,13 @@ def _paper(links: Sequence[LinkLoad], ratio: float) -> tuple[Choice, ...]:
 
 
 def _choice(link: LinkLoad, rung: Rung, why: str) -> Choice:
-    per_element_s = rung.encode_s_per_element + rung.decode_s_per_element
     return Choice(
         src=link.src,
         dst=link.dst,
         rung=rung,
         dense_s=link.dense_s,
         transfer_s=rung.byte_share * link.dense_s,
-        codec_s=per_element_s * link.elements,
+        codec_s=_codec_s(link, rung),
         reason=f"link {link.src}-{link.dst}: {rung.codec}, {why}",
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -87,13 +88,13 @@ def refreshed(ladder: Ladder, seen: Mapping[str, CodecFigures]) -> Ladder:
             share = f.byte_share
         if r.codec != DENSE.codec and share < 1.0:
             rungs.append(Rung(r.codec, share, encode, decode, r.loss_cost))
-    return pareto(rungs, ladder.tau)
+    return replace(pareto(rungs, ladder.tau), in_use=bool(ratios))
 
 
 def short_of(ladder: Ladder, codec: str) -> Ladder:
     """The rungs before `codec`: what is left once the gate has stepped back from it. All, if it is not on it."""
     names = [r.codec for r in ladder.rungs]
-    return Ladder(ladder.rungs[: max(1, names.index(codec))], ladder.tau) if codec in names else ladder
+    return replace(ladder, rungs=ladder.rungs[: max(1, names.index(codec))], dearer=()) if codec in names else ladder
 
 
 def _seconds(rung: Rung) -> float:

@@ -20,6 +20,7 @@ from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics, Plan, Prediction, StagePlacement
 from fusion_p2p.planner import AtomTimes, Constraints, Ladder, Proposal, Workload, from_atoms
 from fusion_p2p.planner.explain import choices as choices_of
+from fusion_p2p.planner.ladder import slowed
 from fusion_p2p.planner.opfence import Best, Searched
 from fusion_p2p.planner.proposal import finish, make_costs
 from fusion_p2p.settings import ADAMW_BYTES, StateBytes
@@ -94,7 +95,7 @@ def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: Pla
         raise InputError(
             f"stages = {request.stages} is out of range; this model can be cut into 1 to {len(atoms)} stages"
         )
-    base = request.base
+    base, request = request.base, _on_their_devices(atoms, offers, request)
     found = _propose(atoms, offers, request)
     if found is None:
         raise InputError(_shortage(atoms, offers, request))
@@ -111,6 +112,18 @@ def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: Pla
         proposal = with_rungs(proposal, {(c.src, c.dst): c.rung for c in chosen})
     hosts = [slots[h] for h in proposal.chain.hosts]
     return _plan(atoms, offers, request, proposal, numerics, hosts, why)
+
+
+def _on_their_devices(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> PlanRequest:
+    """Codecs were timed where `shape` was, on the trainer's CPU: here they take as much longer as the model does on the
+    median device."""
+    if request.ladder is None or request.ladder.in_use or request.shape is None:
+        return request
+    here_s = float(request.shape.forward_s.sum() + request.shape.backward_s.sum())
+    w = _workload(atoms, request)
+    times = [d.atom_times(w) for d in network_of(offers, request.links).devices]
+    there_s = statistics.median(float(t.forward_s.sum() + t.backward_s.sum()) for t in times)
+    return replace(request, ladder=slowed(request.ladder, there_s / here_s))
 
 
 def _propose(
@@ -280,6 +293,7 @@ def revise(
 
 def proposal_of(plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> Proposal:
     """The proposal that this plan is, with what is known of its devices now."""
+    request = _on_their_devices(atoms, offers, request)
     place = {(o.peer, o.device): i for i, o in enumerate(offers)}
     rungs = rungs_of(plan.numerics.codecs, request.ladder)
     costs = make_costs(

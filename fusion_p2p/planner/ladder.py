@@ -6,7 +6,7 @@ FusionLLM section 5 (AdaTopK) with DESIGN section 6: a hop is compressed only as
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusion_p2p.errors import InputError
 
@@ -29,11 +29,13 @@ DENSE = Rung("dense", 1.0)
 class Ladder:
     """`rungs` from the least to the most compressing. A hop takes the first whose transfer is at most `tau` of the
     bottleneck, else the last. One rung: every hop is compressed alike (`tau` is then without effect). `dearer`: what
-    would send fewer bytes still, but costs more of the loss than the run allows; it is told, never taken."""
+    would send fewer bytes still, but costs more of the loss than the run allows; it is told, never taken. `in_use`: the
+    times are of a run's own devices at work."""
 
     rungs: tuple[Rung, ...]
     tau: float = 0.25
     dearer: tuple[Rung, ...] = ()
+    in_use: bool = False
 
     def __post_init__(self) -> None:
         shares = [r.byte_share for r in self.rungs]
@@ -70,7 +72,23 @@ def within(ladder: Ladder, most_loss: float) -> Ladder:
     """The rungs that cost at most `most_loss`; the others become `dearer`."""
     rungs = (*ladder.rungs, *ladder.dearer)
     kept = tuple(r for r in rungs if r.loss_cost <= most_loss)
-    return Ladder(kept, ladder.tau, tuple(r for r in rungs if r.loss_cost > most_loss))
+    return replace(ladder, rungs=kept, dearer=tuple(r for r in rungs if r.loss_cost > most_loss))
+
+
+def slowed(ladder: Ladder, factor: float) -> Ladder:
+    """The ladder on devices that take `factor` times as long."""
+
+    def slower(rungs: tuple[Rung, ...]) -> tuple[Rung, ...]:
+        return tuple(
+            replace(
+                r,
+                encode_s_per_element=r.encode_s_per_element * factor,
+                decode_s_per_element=r.decode_s_per_element * factor,
+            )
+            for r in rungs
+        )
+
+    return replace(ladder, rungs=slower(ladder.rungs), dearer=slower(ladder.dearer))
 
 
 def beyond(ladder: Ladder, dense_s: float, limit_s: float) -> str:

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,11 +14,12 @@ from hypothesis import strategies as st
 from fusion_p2p.errors import InputError
 from fusion_p2p.outboxes import log_bytes
 from fusion_p2p.plan import LinkCodec, Numerics
-from fusion_p2p.planner import Link
+from fusion_p2p.planner import AtomTimes, Ladder, Link, Rung
+from fusion_p2p.planner.ladder import DENSE
 from fusion_p2p.settings import ADAMW_BYTES
 from fusion_p2p.workload import Atom
 from peer.offers import DeviceOffer, SwarmLinks
-from peer.placement import PlanRequest, make_plan, revise, wanted_bytes
+from peer.placement import PlanRequest, make_plan, proposal_of, revise, wanted_bytes
 from peer.rehost import NoRoomError, recovery_group, rehost
 from peer.stage_load import stage_bytes
 from peer.trainer_figures import codec_reasons
@@ -409,3 +411,21 @@ def test_the_rules_that_ours_is_measured_against_use_every_device_and_are_functi
     for unknown in ("random", "published:x", "opfence:1", "equal-compute:-1"):
         with pytest.raises(InputError, match="use opfence, or equal-layers:SEED"):
             make_plan(costs, hosts, PlanRequest(base=BASE, planner=unknown))
+
+
+def test_codecs_take_as_much_longer_as_the_model_does_on_the_devices() -> None:
+    """Timed on the trainer's CPU, where the model takes 6 s; on the devices it takes 60 s, as their trial steps say."""
+    chain = atoms(3e9, 3e9, cut=4_000_000)
+    coder = Rung("int8", 0.25, 1e-7, 1e-7, 0.001)
+    shape = AtomTimes(forward_s=np.full(2, 1.0), backward_s=np.full(2, 2.0))
+    for in_use, codec_s in ((False, 2.0), (True, 0.2)):
+        request = PlanRequest(
+            base=msgspec.structs.replace(BASE, cuts=(1,), codecs=(LinkCodec(0, 1, "int8"),)),
+            pinned=True,
+            ladder=Ladder((DENSE, coder), in_use=in_use),
+            shape=shape,
+        )
+        devices = [replace(o, correction=10.0) for o in offers(1e9, 1e9)]
+        plan = make_plan(chain, devices, request)
+        stages = proposal_of(plan, chain, devices, request).score.stage_s
+        assert stages == pytest.approx([30 + codec_s, 30 + codec_s])

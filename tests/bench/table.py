@@ -1,5 +1,5 @@
-"""The README's headline table, made from headline*.json and convergence.json in tests/bench/results:
-`python -m tests.bench.table [--check]`.
+"""The README's headline table, made from headline*.json (of each testbed the last) and convergence.json in
+tests/bench/results: `python -m tests.bench.table [--check]`.
 
 Writes it between two markers; with --check changes nothing and ends with 1 if the README says anything else.
 """
@@ -37,6 +37,20 @@ def table(results: dict[str, Any], more: Sequence[dict[str, Any]] = ()) -> str:
     return "\n".join([*lines, "", END])
 
 
+def newest(files: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result of several: each testbed's rows, and the data plane's, from the file that measured them last; the
+    machine is that of the last file."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for results in sorted(files, key=lambda r: str(r["machine"]["date"])):
+        measured: dict[str, list[dict[str, Any]]] = {}
+        for row in results["rows"]:
+            bed, colon, _ = row["case"].partition(": ")
+            measured.setdefault(bed if colon and bed in results.get("beds", {}) else "", []).append(row)
+        rows |= measured
+        machine = results["machine"]
+    return {"machine": machine, "rows": [row for bed in sorted(rows) for row in rows[bed]]}
+
+
 def filled(readme: str, made: str) -> str:
     """`readme` with what lies between the markers replaced. ValueError where there are none."""
     start, end = readme.find(BEGIN), readme.find(END)
@@ -52,10 +66,11 @@ def main(args: list[str]) -> int:
     if not RESULTS.exists():
         print(f"no results yet: {RESULTS.relative_to(ROOT)} is written by make headline")
         return 0
-    others = [*sorted(RESULTS.parent.glob("headline-*.json")), RESULTS.with_name("convergence.json")]
-    more = [row for path in others if path.exists() for row in json.loads(path.read_text("utf-8"))["rows"]]
+    measured = [json.loads(path.read_text("utf-8")) for path in RESULTS.parent.glob("headline*.json")]
+    losses = RESULTS.with_name("convergence.json")
+    more = json.loads(losses.read_text("utf-8"))["rows"] if losses.exists() else ()
     before = README.read_text("utf-8")
-    after = filled(before, table(json.loads(RESULTS.read_text("utf-8")), more))
+    after = filled(before, table(newest(measured), more))
     if options.check:
         print("README.md is up to date" if after == before else "README.md differs; run python -m tests.bench.table")
         return int(after != before)

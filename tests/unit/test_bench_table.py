@@ -28,6 +28,16 @@ def test_every_row_is_shown_and_a_missed_bound_says_so() -> None:
     assert "2026-01-02" in made and "2 cores of a CPU" in made
 
 
+def test_of_each_testbed_the_last_result_counts() -> None:
+    def measured(day: int, **figures: str) -> dict[str, object]:
+        rows = [{"case": f"{bed}: x" if bed != "plane" else "goodput", "figure": f} for bed, f in figures.items()]
+        return {"machine": {"date": f"2026-01-0{day}"}, "beds": dict.fromkeys(figures), "rows": rows}
+
+    found = t.newest([measured(3, N1="third"), measured(1, plane="a", N3="b", N1="c"), measured(2, N2="d", N3="e")])
+    assert found["machine"]["date"] == "2026-01-03"
+    assert [r["figure"] for r in found["rows"]] == ["a", "third", "d", "e"]
+
+
 def test_only_what_lies_between_the_markers_changes() -> None:
     before = f"above\n{t.BEGIN}\nstale\n{t.END}\nbelow\n"
     after = t.filled(before, t.table(RESULTS))

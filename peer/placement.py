@@ -1,7 +1,7 @@
 """Who hosts what: the one door through which the trainer asks for a plan.
 
 `make_plan` plans with OP-Fence (fusion_p2p.planner; DESIGN section 5) on what the swarm offers and measured, `revise`
-once more with what the trial steps took; `rehost` has what becomes of a plan when peers are lost. Pure.
+until what trial steps took promises no better one; `rehost` has what becomes of a plan when peers are lost. Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 WRONG = 1.5  # measured over predicted stage time, either way, from which a device's rates are corrected
 WORTH = 0.9  # of the predicted step time that another plan must reach to be worth placing again
+MAX_TRIED = 3  # plans of which trial steps are run before a start
 WORTH_S = 0.02  # of a step that it must save besides: the trial steps of tiny models tell no better
 
 
@@ -254,41 +255,62 @@ def _workload(atoms: Sequence[Atom], request: PlanRequest) -> Workload:
 # --- the trial steps' word
 
 
+class Revised(NamedTuple):
+    """`plan` with its prediction corrected, `other` that is worth placing instead, the offers corrected."""
+
+    plan: Plan
+    other: Plan | None
+    offers: list[DeviceOffer]
+
+
 def revise(
     plan: Plan,
     atoms: Sequence[Atom],
     offers: Sequence[DeviceOffer],
     request: PlanRequest,
     measured_s: Mapping[int, float],
-    *,
-    final: bool = False,
-) -> tuple[Plan, list[DeviceOffer]]:
-    """`plan` as the stages' trial steps see it (seconds a micro-batch, forward and backward), and corrected offers.
+) -> Revised:
+    """What the stages' trial steps say of `plan` (seconds a micro-batch, forward and backward).
 
-    The same number comes back, its prediction corrected, where no other plan would be `WORTH` it, or every device is
-    within `WRONG` of what was promised and none has told its own operators' times, or it is `final`; else a plan of the
-    next number. A device that had no trial step is taken to be off by as much as the median of those that had.
+    There is no other where none would be `WORTH` it, or every device is within `WRONG` of what was promised and none
+    has told its own operators' times. A device that had no trial step is taken to be off by as much as the median of
+    those that had.
     """
     now = proposal_of(plan, atoms, offers, request)
     placed = {p.stage: (p.peer, p.device) for p in plan.placement}
     ratio = corrections(placed, measured_s, dict(enumerate(now.score.stage_s)))
     if not ratio:
-        return plan, list(offers)
+        return Revised(plan, None, list(offers))
     wrong = any(not within(r, 1.0, WRONG) for r in ratio.values()) or any(o.shape is not None for o in offers)
     usual = statistics.median(ratio.values())  # what a model's operators cost beyond what rates promise, all alike
     offers = [replace(o, correction=o.correction * ratio.get((o.peer, o.device), usual)) for o in offers]
     other = make_plan(atoms, offers, replace(request, number=plan.number + 1))
     now = proposal_of(plan, atoms, offers, request)
     then_s = other.prediction.step_time_s if other.prediction is not None else 0.0
-    if wrong and not final and then_s < WORTH * now.step_s and then_s < now.step_s - WORTH_S:
-        return other, offers
+    pays = wrong and then_s < WORTH * now.step_s and then_s < now.step_s - WORTH_S
     sizes = [stage_bytes(plan, k, atoms, request.state) for k in range(plan.numerics.stages)]
     why = [r for r in plan.reasons if r.startswith("link ")]
     bound_s = other.prediction.lower_bound_s if other.prediction is not None else 0.0
     now = replace(now, lower_bound_s=bound_s)
-    return msgspec.structs.replace(
+    seen = msgspec.structs.replace(
         plan, prediction=_prediction(now), reasons=_reasons(now, sizes, offers, request, why)
-    ), offers
+    )
+    return Revised(seen, other if pays else None, offers)
+
+
+def next_of(tried: Sequence[Plan], other: Plan | None) -> Plan | None:
+    """The plan to place after `tried`, each as its trial steps saw it, or None: the last of them stays. What promises
+    more than the last, MAX_TRIED plans at most; then the best of those tried, if the last is clearly worse. (A device's
+    correction is of the stage that it had: with another stage it is another one, and the most wrong promises win.)"""
+    last = tried[-1]
+    if other is not None and len(tried) < MAX_TRIED:
+        return other
+    best = min(tried, key=_step_s)
+    return best if len(tried) <= MAX_TRIED and _step_s(best) < WORTH * _step_s(last) else None
+
+
+def _step_s(plan: Plan) -> float:
+    return plan.prediction.step_time_s if plan.prediction is not None else math.inf
 
 
 def proposal_of(plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> Proposal:

@@ -29,7 +29,7 @@ from fusion_p2p.workload import Atom
 from peer.channel_io import ChannelSettings
 from peer.errors import RefusedError
 from peer.offers import DeviceOffer, shape_of_atoms
-from peer.placement import PlanRequest, make_plan, revise
+from peer.placement import PlanRequest, make_plan, next_of, revise
 from peer.protocol import (
     Accepted,
     BlobRef,
@@ -116,26 +116,32 @@ class Assembly:
     ) -> tuple[Plan, list[DeviceOffer]]:
         """A plan whose every stage has been accepted, and the offers as trial steps corrected them.
 
-        InputError when what is left of the swarm cannot host it. What the first accepted plan's trial steps took may
-        lead to another one, once. Peers of one machine are asked in turn: trial steps beside each other tell how busy
-        it is, not how fast each of them would be. Of the devices `known` no trial step is believed.
+        InputError when what is left of the swarm cannot host it. What an accepted plan's trial steps took may lead to
+        another one (`placement.next_of`). Peers of one machine are asked in turn: trial steps beside each other tell
+        how busy it is, not how fast each of them would be. Of the devices `known` no trial step is believed.
         """
-        last, tried, refused = "", False, Counter[str]()
+        last, refused = "", Counter[str]()
+        tried: list[Plan] = []
+        wanted: Plan | None = None
         for number in range(request.number, request.number + MAX_PLANS):
-            try:
-                plan = await asyncio.to_thread(make_plan, atoms, offers, replace(request, number=number))
-            except InputError as error:
-                raise InputError(f"{error}{f' (after a refusal: {last})' if last else ''}") from None
+            if wanted is None:
+                try:
+                    plan = await asyncio.to_thread(make_plan, atoms, offers, replace(request, number=number))
+                except InputError as error:
+                    raise InputError(f"{error}{f' (after a refusal: {last})' if last else ''}") from None
+            else:
+                plan, wanted = _numbered(wanted, number), None
             machine = {o.peer: o.machine or o.peer for o in offers}
             held = await asyncio.to_thread(states, plan)  # may write and hash the model
             refusals = await self.place(plan, range(plan.numerics.stages), held, first_tick, machine)
             if not refusals:
                 offers, told = self.timed(offers), self.trial_s()
                 seconds = {p.stage: told.get(p.stage, 0.0) for p in plan.placement if (p.peer, p.device) not in known}
-                revised, offers = await asyncio.to_thread(revise, plan, atoms, offers, request, seconds, final=tried)
-                if revised.number == plan.number:
-                    return revised, list(offers)
-                tried = True
+                seen, other, offers = await asyncio.to_thread(revise, plan, atoms, offers, request, seconds)
+                tried.append(seen)
+                wanted = next_of(tried, other)
+                if wanted is None:
+                    return seen, list(offers)
             await self._drop(self._accepted, "the plan changed")
             for refusal in refusals:
                 on_refusal(refusal)
@@ -453,6 +459,11 @@ def _after_refusal(
     estimate = stage_bytes(plan, p.stage, atoms, request.state)
     room = int(MEMORY_MARGIN * estimate * refusal.cap / refusal.needed)
     return [replace(o, memory_bytes=room) if (o.peer, o.device) == (p.peer, p.device) else o for o in offers]
+
+
+def _numbered(plan: Plan, number: int) -> Plan:
+    hosts = tuple(msgspec.structs.replace(p, incarnation=number) for p in plan.placement)
+    return msgspec.structs.replace(plan, number=number, placement=hosts)
 
 
 def _end(e: Endpoint) -> tuple[int, str, str, int]:

@@ -163,7 +163,7 @@ def plan_of(task: Task, dag: Any, planner: str, compression: str, ladder: Ladder
     chain = atoms(dag, size)
     plan = make_plan(chain, offers, request)
     promised = proposal_of(plan, chain, offers, request).score.stage_s
-    return revise(plan, chain, offers, request, {k: TRIAL_OVER_RECORD * s for k, s in enumerate(promised)})[0]
+    return revise(plan, chain, offers, request, {k: TRIAL_OVER_RECORD * s for k, s in enumerate(promised)}).plan
 
 
 def train(task: Task, config: str, seed: int, steps: int) -> Curve:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.outboxes import log_bytes
-from fusion_p2p.plan import LinkCodec, Numerics
+from fusion_p2p.plan import LinkCodec, Numerics, Plan, Prediction
 from fusion_p2p.planner import AtomTimes, Ladder, Link, Rung
 from fusion_p2p.planner.ladder import DENSE
 from fusion_p2p.settings import ADAMW_BYTES
 from fusion_p2p.workload import Atom
 from peer.offers import DeviceOffer, SwarmLinks
-from peer.placement import PlanRequest, make_plan, proposal_of, revise, wanted_bytes
+from peer.placement import PlanRequest, make_plan, next_of, proposal_of, revise, wanted_bytes
 from peer.rehost import NoRoomError, recovery_group, rehost
 from peer.stage_load import stage_bytes
 from peer.trainer_figures import codec_reasons
@@ -286,11 +286,14 @@ def test_a_trial_step_that_contradicts_the_record_moves_work() -> None:
     request = PlanRequest(base=BASE, every_device=True)
     plan = make_plan(costs, hosts, request)
     assert plan.numerics.cuts == (6,)
-    as_promised, same = revise(plan, costs, hosts, request, {0: 6.5, 1: 5.0})
-    assert as_promised.placement == plan.placement and as_promised.number == plan.number
+    as_promised, other, same = revise(plan, costs, hosts, request, {0: 6.5, 1: 5.0})
+    assert other is None and as_promised.placement == plan.placement and as_promised.number == plan.number
     assert {o.peer: o.correction for o in same}[plan.host(0).peer] == pytest.approx(6.5 / 6)
     slow = plan.host(0).peer
-    revised, known = revise(plan, costs, hosts, request, {0: 30.0, 1: 6.0})
+    seen, revised, known = revise(plan, costs, hosts, request, {0: 30.0, 1: 6.0})
+    assert revised is not None and seen.prediction is not None and revised.prediction is not None
+    assert seen.prediction.step_time_s == pytest.approx(4 * 30)
+    assert revised.prediction.step_time_s < seen.prediction.step_time_s
     share = {p.peer: p.stage for p in revised.placement}
     assert revised.number == plan.number + 1
     assert revised.numerics.cuts == ((1,) if share[slow] == 0 else (11,))  # 16 + 3 x 11 s; ten on ten take 20 + 3 x 10
@@ -302,8 +305,8 @@ def test_all_slower_alike_moves_nothing_but_the_prediction() -> None:
     costs, hosts = atoms(*[1.0] * 12), offers(1.0, 1.0)
     request = PlanRequest(base=BASE, every_device=True)
     plan = make_plan(costs, hosts, request)
-    revised, _ = revise(plan, costs, hosts, request, {0: 18.0, 1: 18.0})
-    assert revised.number == plan.number and revised.placement == plan.placement
+    revised, other, _ = revise(plan, costs, hosts, request, {0: 18.0, 1: 18.0})
+    assert other is None and revised.number == plan.number and revised.placement == plan.placement
     assert plan.prediction is not None and revised.prediction is not None
     assert revised.prediction.step_time_s == pytest.approx(3 * plan.prediction.step_time_s, rel=0.01)
 
@@ -313,10 +316,27 @@ def test_trial_steps_of_a_tiny_model_make_no_second_plan() -> None:
     costs, hosts = atoms(*[1.0] * 12), offers(2000.0, 2000.0)
     request = PlanRequest(base=BASE, every_device=True)
     plan = make_plan(costs, hosts, request)
-    revised, known = revise(plan, costs, hosts, request, {0: 0.009, 1: 0.003})
-    assert (revised.number, revised.placement) == (plan.number, plan.placement)
+    revised, other, known = revise(plan, costs, hosts, request, {0: 0.009, 1: 0.003})
+    assert other is None and (revised.number, revised.placement) == (plan.number, plan.placement)
     assert known[0].correction == pytest.approx(3.0, rel=0.01) or known[1].correction == pytest.approx(3.0, rel=0.01)
-    assert revise(plan, costs, hosts, request, {0: 18.0, 1: 6.0})[0].number == plan.number + 1
+    assert revise(plan, costs, hosts, request, {0: 18.0, 1: 6.0}).other is not None
+
+
+def test_plans_are_tried_while_others_promise_more_and_then_the_best_of_them_is_taken() -> None:
+    plan = make_plan(atoms(1, 1), offers(1.0, 1.0), PlanRequest(base=BASE))
+
+    def seen(step_s: float) -> Plan:
+        return msgspec.structs.replace(plan, prediction=Prediction(step_s, {}, 0.0))
+
+    good, bad, fair, hope = seen(2.0), seen(4.0), seen(2.1), seen(1.0)
+    assert next_of([bad], hope) is hope
+    assert next_of([bad], None) is None
+    assert next_of([good, bad], hope) is hope  # it promises more than the last, which is known to be bad
+    assert next_of([good, bad], None) is good
+    assert next_of([good, fair], None) is None  # no better by so much that placing again would pay
+    assert next_of([fair, bad, good], hope) is None
+    assert next_of([good, fair, bad], hope) is good
+    assert next_of([good, fair, bad, seen(3.0)], hope) is None  # that was the good one, placed again
 
 
 def test_two_sites_are_crossed_once() -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from fusion_p2p.errors import InputError
 from fusion_p2p.plan import Numerics, Plan, Prediction, StagePlacement
-from fusion_p2p.planner import AtomTimes, Constraints, Ladder, Proposal, Workload, from_atoms
+from fusion_p2p.planner import AtomTimes, Constraints, Ladder, Proposal, Workload, default_ladder, from_atoms
 from fusion_p2p.planner.explain import choices as choices_of
 from fusion_p2p.planner.ladder import slowed
 from fusion_p2p.planner.opfence import Best, Searched
@@ -116,15 +116,16 @@ def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: Pla
 
 
 def _on_their_devices(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> PlanRequest:
-    """Codecs were timed where `shape` was, on the trainer's CPU: here they take as much longer as the model does on the
-    median device."""
-    if request.ladder is None or request.ladder.in_use or request.shape is None:
+    """Codecs were timed where `shape` was, on the trainer's CPU, or the default's on one like it: they take as much
+    longer here as the model does on the median device."""
+    if request.shape is None or (request.ladder is not None and request.ladder.in_use):
         return request
+    ladder = request.ladder or default_ladder(most_loss=math.inf)
     here_s = float(request.shape.forward_s.sum() + request.shape.backward_s.sum())
     w = _workload(atoms, request)
     times = [d.atom_times(w) for d in network_of(offers, request.links).devices]
     there_s = statistics.median(float(t.forward_s.sum() + t.backward_s.sum()) for t in times)
-    return replace(request, ladder=slowed(request.ladder, there_s / here_s))
+    return replace(request, ladder=slowed(ladder, there_s / here_s))
 
 
 def _propose(

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 FILE = "ladder.json"
 STEPS = 3  # of the probe, a micro-batch each
-SLOW_FLOPS_PER_S = 5e9  # of one core on small operators: what a model would take at least, before it is tried
+CORE_FLOPS_PER_S = 30e9  # about: what a model takes at least, before it is tried; its dense steps then say it
 CODECS = 8  # about as many as the default ladder has
 
 
@@ -54,7 +54,7 @@ class LadderProbe:
         """Whether the model is small enough to try; if not, nothing of it need be kept for that."""
         parts = atoms(self.captured.opdag, self.micro_batch_size)
         work = sum(a.forward_flops + a.backward_flops for a in parts) * STEPS * (1 + CODECS)
-        return work / SLOW_FLOPS_PER_S <= self.limit_s
+        return work / CORE_FLOPS_PER_S <= self.limit_s
 
     def __call__(self) -> Ladder | None:
         """The ladder as measured, None where the default has to do."""

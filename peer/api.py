@@ -276,8 +276,8 @@ class Run(Training):
                 seed=self._seed,
                 optimizer=self._optimizer,
                 micro_batch_size=self._numerics.micro_batch_size,
-                # the volunteers of a local swarm or a lab share this CPU: what is timed beside them looks slow
-                probe_s=0.0 if isinstance(self._swarm, LocalSwarm) else PROBE_S,
+                # on loopback no link is compressed, and what is timed beside volunteers on this CPU looks slow
+                probe_s=0.0 if isinstance(self._swarm, LocalSwarm) and self._swarm.loopback else PROBE_S,
             )
             self._created = folder
             if self._given_log is not None:

@@ -23,6 +23,7 @@ from fusion_p2p.settings import OptimizerSpec
 from fusion_p2p.workload import Atom, atoms
 
 PRIOR_STEPS = 20.0  # a probe of as many steps counts as much as the ladder measured on the small GPT-2
+ROUNDS = 5  # in which a codec is timed
 CODED = 1.3  # of a dense step's time that a step with a codec takes, about
 _KEY = FrameKey(seed=0, step=0, micro_batch=0, value=0)
 
@@ -180,13 +181,14 @@ def _tensors(captured: Captured, dense: _Traffic, size: int) -> list[tuple[torch
 def _timed(
     name: str, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]], clock: Callable[[], float]
 ) -> tuple[float, float, float]:
-    """(encode, decode seconds per element and direction, relative squared error), the better of two rounds."""
+    """(encode, decode seconds per element and direction, relative squared error), the best of ROUNDS rounds, of which the
+    first also finds axes and warms up."""
     encode_s = decode_s = error = power = 0.0
     elements = 0
     for x, g in tensors:
         sender, receiver = parse(name), parse(name)
         shape, dtype, best = tuple(x.shape), x.dtype, [math.inf, math.inf]
-        for m in range(2):
+        for m in range(ROUNDS):
             key = msgspec.structs.replace(_KEY, micro_batch=m)
             t0 = clock()
             payload, sent = sender.encode_forward(x, key)

@@ -6,11 +6,12 @@ Tables are of a uniform quantiser on a Gaussian with an entropy coder behind it,
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
 _STEPS = 2.0 ** np.arange(-14, 2.8, 0.0625)  # of a unit Gaussian; the coarsest keep 1 symbol in 1000
-_ITERATIONS = 40
+_SECTIONS, _ROUNDS = 12, 3  # of the search: at once, and how often
 
 
 @functools.cache
@@ -33,12 +34,29 @@ def _gaussian() -> tuple[np.ndarray, np.ndarray]:
     return np.array(bits), np.array(variance)
 
 
-def bits_at(ratio: np.ndarray) -> np.ndarray:
-    """Bits of a Gaussian component whose step over spread is `ratio`."""
-    table, _ = _gaussian()
-    t = np.log2(np.maximum(ratio, 1e-30))
-    grid = np.log2(_STEPS)
-    return np.where(t > grid[-1], 0.0, np.where(t < grid[0], 2.0471 - t, np.interp(t, grid, table)))
+@functools.cache
+def _curve() -> tuple[np.ndarray, np.ndarray]:
+    """(log2 of step over spread, bits), to be interpolated; a finer step takes a bit more each time that it halves."""
+    grid, bits = np.log2(_STEPS), _gaussian()[0]
+    far = grid[0] - 200.0
+    return np.append(far, grid), np.append(2.0471 - far, bits)
+
+
+def bits_at(log2_ratio: np.ndarray) -> np.ndarray:
+    """Bits of a Gaussian component by log2 of step over spread."""
+    grid, curve = _curve()
+    return np.asarray(np.interp(log2_ratio, grid, curve, right=0.0))
+
+
+def _where(rate: Callable[[np.ndarray], np.ndarray], low: float, high: float, bits: float) -> float:
+    """Where between `low` and `high` the falling `rate` is `bits`: to a thousandth or so of a table's cell."""
+    for _ in range(_ROUNDS):
+        at = np.linspace(low, high, _SECTIONS + 1)
+        found = rate(at)
+        k = min(max(int((found > bits).sum()), 1), _SECTIONS)
+        low, high, above, below = at[k - 1], at[k], found[k - 1], found[k]
+    share = (above - bits) / (above - below) if above > below else 1.0
+    return float(low + (high - low) * min(max(share, 0.0), 1.0))
 
 
 def one_step(spread: np.ndarray, bits: float) -> float:
@@ -46,14 +64,12 @@ def one_step(spread: np.ndarray, bits: float) -> float:
     top = float(spread.max(initial=0.0))
     if not 1e-35 < top < np.inf:
         return 1.0
-    low, high = np.log2(top) - 30, np.log2(top) + 4
-    for _ in range(_ITERATIONS):
-        middle = (low + high) / 2
-        if bits_at(2.0**middle / np.maximum(spread, top * 2.0**-60)).mean() > bits:
-            low = middle
-        else:
-            high = middle
-    return float(2.0**high)
+    each = np.log2(np.maximum(spread, top * 2.0**-60))
+
+    def rate(at: np.ndarray) -> np.ndarray:
+        return bits_at(at[:, None] - each).mean(axis=1)
+
+    return float(2.0 ** _where(rate, np.log2(top) - 30, np.log2(top) + 4, bits))
 
 
 @functools.cache
@@ -72,14 +88,12 @@ def unbiased_steps(spread: np.ndarray, bits: float) -> np.ndarray:
     top = float(spread.max(initial=0.0))
     if not 1e-35 < top < np.inf:
         return np.ones_like(spread)
-    safe = np.maximum(spread, top * 2.0**-40)
+    each = 2 * np.log2(np.maximum(spread, top * 2.0**-40))
     slopes, steps = _slopes()
-    low, high = slopes[0] + 2 * np.log2(top) - 100, slopes[-1] + 2 * np.log2(top) + 100
-    for _ in range(_ITERATIONS):
-        middle = (low + high) / 2
-        ratio = 2.0 ** np.interp(middle - 2 * np.log2(safe), slopes, steps)
-        if bits_at(ratio).mean() > bits:
-            low = middle
-        else:
-            high = middle
-    return np.asarray(2.0 ** np.interp(high - 2 * np.log2(safe), slopes, steps) * safe)
+    curve = _gaussian()[0]
+
+    def rate(at: np.ndarray) -> np.ndarray:
+        return np.interp(at[:, None] - each, slopes, curve).mean(axis=1)
+
+    at = _where(rate, slopes[0] + each.min(), slopes[-1] + each.max(), bits)
+    return np.asarray(2.0 ** (np.interp(at - each, slopes, steps) + each / 2))

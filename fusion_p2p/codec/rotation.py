@@ -136,11 +136,11 @@ def encode(flat: torch.Tensor, bits: float, key: FrameKey, salt: int, unbiased: 
     step, peak = STEP[bits], _peak(bits)
     scales, symbols = [], []
     for c in rotate(flat, key, salt):
-        norm2 = torch.einsum("ij,ij->i", c, c)
+        norm2 = torch.linalg.vecdot(c, c)
         inverse = torch.where(norm2 > 0, (norm2 / c.shape[1]).rsqrt() / step, 0).clamp_(max=1e38).unsqueeze(1)
         u = (c * inverse).round_().clamp_(-peak, peak)
-        cu = torch.einsum("ij,ij->i", c, u)
-        scale = norm2 / cu if unbiased else cu / torch.einsum("ij,ij->i", u, u)
+        cu = torch.linalg.vecdot(c, u)
+        scale = norm2 / cu if unbiased else cu / torch.linalg.vecdot(u, u)
         scales.append(torch.where(cu > 0, scale, 0))
         symbols.append(u.to(torch.int8).view(-1))
     packed = entropy.encode(torch.cat(symbols).cpu().numpy(), peak)

@@ -92,12 +92,12 @@ class Transform(Codec):
         axes, sent = self._refreshed("forward", rows, key, gradient)
         assert axes.analysis is not None
         y = axes.analysis.T.to(x.device) @ rows.T
-        spread = (torch.einsum("ij,ij->i", y, y) / y.shape[1]).sqrt().cpu().numpy().astype(np.float64)
+        spread = (torch.linalg.vecdot(y, y) / y.shape[1]).sqrt().cpu().numpy().astype(np.float64)
         step = float(np.float32(max(rates.one_step(spread, self.bits["forward"]), float(spread.max()) / _FINEST)))
         q = (y / step).round_().clamp_(-symbols.LIMIT, symbols.LIMIT).to(torch.int16)
         u = q.to(torch.float32) * step
-        uu = torch.einsum("ij,ij->i", u, u)
-        scale = torch.where(uu > 0, torch.einsum("ij,ij->i", y, u) / uu, 0)
+        uu = torch.linalg.vecdot(u, u)
+        scale = torch.where(uu > 0, torch.linalg.vecdot(y, u) / uu, 0)
         codes = (scale * _SCALE).round_().clamp_(0, 255).to(torch.uint8)
         head = [*sent, *mean, np.float32(step).tobytes(), wire.tensor_bytes(codes)]
         return [*head, *symbols.encode(q.cpu().numpy(), spread / step)], None
@@ -124,12 +124,12 @@ class Transform(Codec):
         y = axes.analysis.T.to(g.device) @ rows.T
         scales, parts = [], []
         for c in rotation.rotate(y.reshape(-1), key, 1):
-            norm2 = torch.einsum("ij,ij->i", c, c)
+            norm2 = torch.linalg.vecdot(c, c)
             spread = (norm2 / c.shape[1]).sqrt().cpu().numpy().astype(np.float64)
             steps = rates.unbiased_steps(spread, self.bits["backward"])
             inverse = torch.from_numpy((1 / steps).astype(np.float32)).to(g.device)
             u = (c * inverse.unsqueeze(1)).round_().clamp_(-symbols.LIMIT, symbols.LIMIT)
-            cu = torch.einsum("ij,ij->i", c, u)
+            cu = torch.linalg.vecdot(c, u)
             scales.append(wire.tensor_bytes(torch.where(cu > 0, norm2 / cu, 0).to(torch.bfloat16)))
             parts += symbols.encode(u.to(torch.int16).cpu().numpy(), spread / steps)
         return [*sent, *scales, *parts]

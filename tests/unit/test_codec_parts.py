@@ -166,8 +166,8 @@ def test_seeds_differ_between_frames_and_repeat_for_one() -> None:
 @pytest.mark.parametrize("bits", [0.5, 1.0, 2.0, 4.0])
 def test_steps_meet_the_rate(bits: float) -> None:
     spread = np.geomspace(10, 0.01, 128)
-    one = rates.bits_at(rates.one_step(spread, bits) / spread).mean()
-    each = rates.bits_at(rates.unbiased_steps(spread, bits) / spread).mean()
+    one = rates.bits_at(np.log2(rates.one_step(spread, bits) / spread)).mean()
+    each = rates.bits_at(np.log2(rates.unbiased_steps(spread, bits) / spread)).mean()
     assert one == pytest.approx(bits, rel=0.01)
     assert each == pytest.approx(bits, rel=0.05)
 

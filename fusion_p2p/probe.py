@@ -181,8 +181,8 @@ def _tensors(captured: Captured, dense: _Traffic, size: int) -> list[tuple[torch
 def _timed(
     name: str, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]], clock: Callable[[], float]
 ) -> tuple[float, float, float]:
-    """(encode, decode seconds per element and direction, relative squared error), the best of ROUNDS rounds, of which the
-    first also finds axes and warms up."""
+    """(encode, decode seconds per element and direction, relative squared error), the best of ROUNDS rounds: the first
+    also finds axes and warms up."""
     encode_s = decode_s = error = power = 0.0
     elements = 0
     for x, g in tensors:

@@ -25,7 +25,16 @@ from fusion_p2p.planner.opfence import Best, Searched
 from fusion_p2p.planner.proposal import finish, make_costs
 from fusion_p2p.settings import ADAMW_BYTES, StateBytes
 from peer.offers import DeviceOffer, SwarmLinks, network_of, sources
-from peer.plan_codecs import Channel, choices, ladder_for, link_codecs, neighbours, rungs_of, with_rungs
+from peer.plan_codecs import (
+    CARRY_S_PER_BYTE,
+    Channel,
+    choices,
+    ladder_for,
+    link_codecs,
+    neighbours,
+    rungs_of,
+    with_rungs,
+)
 from peer.plan_durability import interval, keepers
 from peer.plan_hosts import OPFENCE, device_of, propose, propose_by
 from peer.plan_rates import corrections, within
@@ -66,6 +75,7 @@ class PlanRequest:
     ladder: Ladder | None = None  # of "adatopk", as measured on the model; None: the default
     canary: bool = True  # devices without a trial step may be in the plan, for it is tried before it is in force
     shape: AtomTimes | None = None  # of the atoms on some one CPU: their proportions count; None: those of their FLOPs
+    carry_s_per_byte: float = 0.0  # of a stage's own processor, for each byte of a frame that it sends or receives
 
 
 def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> Plan:
@@ -101,31 +111,35 @@ def make_plan(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: Pla
     if found is None:
         raise InputError(_shortage(atoms, offers, request))
     proposal, slots = found
-    cuts = proposal.chain.cuts
+    cuts, carry = proposal.chain.cuts, request.carry_s_per_byte
     if request.pinned:
         numerics, why = base, [f"link {c.src}-{c.dst}: {c.codec}, as the numeric log has it" for c in base.codecs]
-        proposal = with_rungs(proposal, rungs_of(base.codecs, request.ladder))
+        proposal = with_rungs(proposal, rungs_of(base.codecs, request.ladder, carry), carry)
     else:
         channels = request.channels(cuts) if request.channels is not None else neighbours(atoms, cuts)
-        chosen = choices(proposal, channels, request.compression, request.ladder)
+        chosen = choices(proposal, channels, request.compression, request.ladder, carry)
         numerics = msgspec.structs.replace(base, cuts=cuts, codecs=link_codecs(chosen))
         why = [c.reason for c in chosen if c.link_codec in numerics.codecs]
-        proposal = with_rungs(proposal, {(c.src, c.dst): c.rung for c in chosen})
+        proposal = with_rungs(proposal, {(c.src, c.dst): c.rung for c in chosen}, carry)
     hosts = [slots[h] for h in proposal.chain.hosts]
     return _plan(atoms, offers, request, proposal, numerics, hosts, why)
 
 
 def _on_their_devices(atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> PlanRequest:
     """Codecs were timed where `shape` was, on the trainer's CPU, or the default's on one like it: they take as much
-    longer here as the model does on the median device."""
-    if request.shape is None or (request.ladder is not None and request.ladder.in_use):
+    longer here as the model does on the median device. So do frames' bytes, which a CPU carries beside its work."""
+    if request.shape is None:
         return request
-    ladder = request.ladder or default_ladder(most_loss=math.inf)
     here_s = float(request.shape.forward_s.sum() + request.shape.backward_s.sum())
     w = _workload(atoms, request)
     times = [d.atom_times(w) for d in network_of(offers, request.links).devices]
-    there_s = statistics.median(float(t.forward_s.sum() + t.backward_s.sum()) for t in times)
-    return replace(request, ladder=slowed(ladder, there_s / here_s))
+    factor = statistics.median(float(t.forward_s.sum() + t.backward_s.sum()) for t in times) / here_s
+    ladder = request.ladder or default_ladder(most_loss=math.inf)
+    return replace(
+        request,
+        ladder=ladder if ladder.in_use else slowed(ladder, factor),
+        carry_s_per_byte=0.0 if request.base.device_class == "cuda" else CARRY_S_PER_BYTE * factor,
+    )
 
 
 def _propose(
@@ -140,7 +154,7 @@ def _propose(
         offers,
         request.links,
         micro_batches=base.micro_batches,
-        ladder=ladder_for(request.compression, given, request.ladder),
+        ladder=ladder_for(request.compression, given, request.ladder, request.carry_s_per_byte),
         stages=request.stages,
         every_device=request.every_device,
         canary=request.canary,
@@ -223,7 +237,7 @@ def _prediction(p: Proposal) -> Prediction:
         "compute": s.compute_s,
         "transfer": s.transfer_s,
         "latency": s.latency_s,
-        "codecs": s.codec_s,
+        "coding and carrying": s.codec_s,
         "shared weights": s.shared_s,
         "waiting for the slowest": (p.costs.m - 1) * s.bottleneck_s,
     }
@@ -277,7 +291,7 @@ def revise(
     has told its own operators' times. A device that had no trial step is taken to be off by as much as the median of
     those that had.
     """
-    now = proposal_of(plan, atoms, offers, request)
+    now = proposal_of(plan, atoms, offers, request, alone=True)
     placed = {p.stage: (p.peer, p.device) for p in plan.placement}
     ratio = corrections(placed, measured_s, dict(enumerate(now.score.stage_s)))
     if not ratio:
@@ -314,11 +328,15 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_time_s if plan.prediction is not None else math.inf
 
 
-def proposal_of(plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest) -> Proposal:
-    """The proposal that this plan is, with what is known of its devices now."""
+def proposal_of(
+    plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer], request: PlanRequest, *, alone: bool = False
+) -> Proposal:
+    """The proposal that this plan is, with what is known of its devices now. `alone`: its stages as trial steps see
+    them, whose frames nobody carries."""
     request = _on_their_devices(atoms, offers, request)
+    carry = 0.0 if alone else request.carry_s_per_byte
     place = {(o.peer, o.device): i for i, o in enumerate(offers)}
-    rungs = rungs_of(plan.numerics.codecs, request.ladder)
+    rungs = rungs_of(plan.numerics.codecs, request.ladder, carry)
     costs = make_costs(
         _workload(atoms, request),
         network_of(offers, request.links),
@@ -327,7 +345,7 @@ def proposal_of(plan: Plan, atoms: Sequence[Atom], offers: Sequence[DeviceOffer]
     )
     chain, score = costs.fit(tuple(place[p.peer, p.device] for p in plan.placement), plan.numerics.cuts)
     best = Best(chain, score, chain.hosts, score.bottleneck_s)
-    return with_rungs(finish(costs, Searched([best], 0.0, ()), Constraints()), rungs)
+    return with_rungs(finish(costs, Searched([best], 0.0, ()), Constraints()), rungs, carry)
 
 
 def wanted_bytes(atoms: Sequence[Atom], request: PlanRequest, peers: int) -> int:

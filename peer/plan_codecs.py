@@ -12,12 +12,16 @@ from fusion_p2p.ir import OpDag
 from fusion_p2p.opset import dtype_of
 from fusion_p2p.plan import LinkCodec
 from fusion_p2p.planner import DENSE, Constraints, Ladder, Proposal, Rung, default_ladder
+from fusion_p2p.planner.ladder import carrying
 from fusion_p2p.planner.opfence import Best, Searched
 from fusion_p2p.planner.proposal import finish
 from fusion_p2p.split import split
 from fusion_p2p.workload import Atom
 
 FRAME_BYTES = 4  # of a float on the wire, dense
+# Of one end's processor, for a byte of a frame sent or received, p2pd's part included, on a core of those that the
+# trainer's measurements are of: 3.1 ns in `tests.bench.netlab`'s data plane, 2.3 ns by stages of 0.2 core in its N3.
+CARRY_S_PER_BYTE = 3e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,11 @@ def neighbours(atoms: Sequence[Atom], cuts: tuple[int, ...]) -> tuple[Channel, .
 
 
 def choices(
-    p: Proposal, channels: Sequence[Channel], compression: str, measured: Ladder | None = None
+    p: Proposal,
+    channels: Sequence[Channel],
+    compression: str,
+    measured: Ladder | None = None,
+    carry_s_per_byte: float = 0.0,
 ) -> tuple[Choice, ...]:
     """A codec for every channel of the proposal. `measured`: the ladder of "adatopk", None for the default."""
     hosts, rates = p.chain.hosts, p.network.bandwidth_bytes_per_s
@@ -65,7 +73,16 @@ def choices(
     ]
     work, bounds = p.costs.work_s, p.chain.bounds(p.workload.atoms)
     seconds = [float(work[h, b] - work[h, a]) for h, (a, b) in zip(hosts, pairwise(bounds), strict=True)]
-    return choose(compression, loads, seconds, ladder_of(compression, measured))
+    return choose(compression, loads, seconds, carried(ladder_of(compression, measured), carry_s_per_byte))
+
+
+def carried(ladder: Ladder, s_per_byte: float) -> Ladder:
+    """The ladder with what frames cost the processors that carry them."""
+
+    def each(rungs: tuple[Rung, ...]) -> tuple[Rung, ...]:
+        return tuple(carrying(r, s_per_byte, FRAME_BYTES) for r in rungs)
+
+    return replace(ladder, rungs=each(ladder.rungs), dearer=each(ladder.dearer))
 
 
 def link_codecs(chosen: Sequence[Choice]) -> tuple[LinkCodec, ...]:
@@ -73,16 +90,23 @@ def link_codecs(chosen: Sequence[Choice]) -> tuple[LinkCodec, ...]:
     return tuple(c.link_codec for c in chosen if c.rung.codec != DENSE.codec)
 
 
-def rungs_of(codecs: Sequence[LinkCodec], measured: Ladder | None = None) -> dict[tuple[int, int], Rung]:
+def rungs_of(
+    codecs: Sequence[LinkCodec], measured: Ladder | None = None, carry_s_per_byte: float = 0.0
+) -> dict[tuple[int, int], Rung]:
     """What the planner counts for codecs that are given: figures as measured, the default ladder's, or bytes alone."""
     default = default_ladder(most_loss=math.inf).rungs
     known = {r.codec: r for r in (*default, *((*measured.rungs, *measured.dearer) if measured else ()))}
-    return {(c.src, c.dst): known.get(c.codec) or ladder_of(c.codec).rungs[0] for c in codecs}
+    return {
+        (c.src, c.dst): carrying(known.get(c.codec) or ladder_of(c.codec).rungs[0], carry_s_per_byte, FRAME_BYTES)
+        for c in codecs
+    }
 
 
-def with_rungs(p: Proposal, rungs: dict[tuple[int, int], Rung]) -> Proposal:
-    """The same chain with these codecs between neighbours, simulated again if they are others."""
-    wanted = tuple(rungs.get((k, k + 1), DENSE) for k in range(len(p.chain.cuts)))
+def with_rungs(p: Proposal, rungs: dict[tuple[int, int], Rung], carry_s_per_byte: float = 0.0) -> Proposal:
+    """The same chain with these codecs between neighbours, dense where none is given, simulated again if they are
+    others."""
+    dense = carrying(DENSE, carry_s_per_byte, FRAME_BYTES)
+    wanted = tuple(rungs.get((k, k + 1), dense) for k in range(len(p.chain.cuts)))
     if wanted == p.chain.rungs:
         return p
     chain = replace(p.chain, rungs=wanted)
@@ -91,7 +115,9 @@ def with_rungs(p: Proposal, rungs: dict[tuple[int, int], Rung]) -> Proposal:
     return finish(p.costs, Searched([best], p.lower_bound_s, p.fences), Constraints())
 
 
-def ladder_for(compression: str, given: Sequence[LinkCodec], measured: Ladder | None = None) -> Ladder:
+def ladder_for(
+    compression: str, given: Sequence[LinkCodec], measured: Ladder | None = None, carry_s_per_byte: float = 0.0
+) -> Ladder:
     """What hosts are chosen under: `compression`'s ladder, or the one codec that the numerics fix for all links."""
     names = {c.codec for c in given}
-    return ladder_of(names.pop() if len(names) == 1 else compression, measured)
+    return carried(ladder_of(names.pop() if len(names) == 1 else compression, measured), carry_s_per_byte)

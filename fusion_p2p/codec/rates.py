@@ -67,7 +67,7 @@ def one_step(spread: np.ndarray, bits: float) -> float:
     each = np.log2(np.maximum(spread, top * 2.0**-60))
 
     def rate(at: np.ndarray) -> np.ndarray:
-        return bits_at(at[:, None] - each).mean(axis=1)
+        return np.asarray(bits_at(at[:, None] - each).mean(axis=1))
 
     return float(2.0 ** _where(rate, np.log2(top) - 30, np.log2(top) + 4, bits))
 
@@ -93,7 +93,7 @@ def unbiased_steps(spread: np.ndarray, bits: float) -> np.ndarray:
     curve = _gaussian()[0]
 
     def rate(at: np.ndarray) -> np.ndarray:
-        return np.interp(at[:, None] - each, slopes, curve).mean(axis=1)
+        return np.asarray(np.interp(at[:, None] - each, slopes, curve).mean(axis=1))
 
     at = _where(rate, slopes[0] + each.min(), slopes[-1] + each.max(), bits)
     return np.asarray(2.0 ** (np.interp(at - each, slopes, steps) + each / 2))

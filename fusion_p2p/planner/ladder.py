@@ -91,6 +91,17 @@ def slowed(ladder: Ladder, factor: float) -> Ladder:
     return replace(ladder, rungs=slower(ladder.rungs), dearer=slower(ladder.dearer))
 
 
+def carrying(rung: Rung, s_per_byte: float, bytes_per_element: float = 4.0) -> Rung:
+    """The rung where a frame's bytes keep the stage's own processor busy too, `s_per_byte` at either end: dense frames
+    of `bytes_per_element` the most."""
+    each = rung.byte_share * bytes_per_element * s_per_byte
+    return replace(
+        rung,
+        encode_s_per_element=rung.encode_s_per_element + each,
+        decode_s_per_element=rung.decode_s_per_element + each,
+    )
+
+
 def beyond(ladder: Ladder, dense_s: float, limit_s: float) -> str:
     """For a link whose last rung takes longer than `limit_s`: which dearer one would fit, or come nearest, and how to
     allow it; "" where there is none."""

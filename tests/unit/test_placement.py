@@ -20,6 +20,7 @@ from fusion_p2p.settings import ADAMW_BYTES
 from fusion_p2p.workload import Atom
 from peer.offers import DeviceOffer, SwarmLinks
 from peer.placement import PlanRequest, make_plan, next_of, proposal_of, revise, wanted_bytes
+from peer.plan_codecs import CARRY_S_PER_BYTE
 from peer.rehost import NoRoomError, recovery_group, rehost
 from peer.stage_load import stage_bytes
 from peer.trainer_figures import codec_reasons
@@ -447,5 +448,30 @@ def test_codecs_take_as_much_longer_as_the_model_does_on_the_devices() -> None:
         )
         devices = [replace(o, correction=10.0) for o in offers(1e9, 1e9)]
         plan = make_plan(chain, devices, request)
-        stages = proposal_of(plan, chain, devices, request).score.stage_s
+        stages = proposal_of(plan, chain, devices, request, alone=True).score.stage_s
         assert stages == pytest.approx([30 + codec_s, 30 + codec_s])
+
+
+@pytest.mark.parametrize(("codec", "sent"), [("int8", 1e6), ("dense", 4e6)])
+def test_stages_pay_for_the_bytes_they_carry(codec: str, sent: float) -> None:
+    """Each end sends as much as it gets; these devices are ten times slower than where a byte's cost was measured."""
+    chain, devices = atoms(3e9, 3e9, cut=4_000_000), [replace(o, correction=10.0) for o in offers(1e9, 1e9)]
+    codecs = (LinkCodec(0, 1, "int8"),) if codec == "int8" else ()
+    request = PlanRequest(
+        base=msgspec.structs.replace(BASE, cuts=(1,), codecs=codecs),
+        pinned=True,
+        ladder=Ladder((DENSE, Rung("int8", 0.25))),
+        shape=AtomTimes(forward_s=np.full(2, 1.0), backward_s=np.full(2, 2.0)),
+    )
+    plan = make_plan(chain, devices, request)
+    carried_s = 2 * sent * 10 * CARRY_S_PER_BYTE
+    assert proposal_of(plan, chain, devices, request).score.stage_s == pytest.approx([30 + carried_s] * 2)
+    assert proposal_of(plan, chain, devices, request, alone=True).score.stage_s == pytest.approx([30, 30])
+    assert plan.prediction is not None
+    assert plan.prediction.parts["coding and carrying"] == pytest.approx(2 * carried_s)
+    measured = {0: 60.0, 1: 60.0}  # by trial steps, whose frames nobody carries
+    seen = revise(plan, chain, devices, request, measured)
+    assert [o.correction for o in seen.offers] == pytest.approx([20.0, 20.0])
+    graphics = replace(request, base=msgspec.structs.replace(request.base, device_class="cuda"))
+    plan = make_plan(chain, [replace(o, device="cuda:0") for o in devices], graphics)
+    assert plan.prediction is not None and "coding and carrying" not in plan.prediction.parts

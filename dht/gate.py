@@ -35,6 +35,7 @@ MAX_PENDING_PER_RANGE = 32  # of these, such as have not authenticated
 LOCAL = 4  # times as many for a local network's range: a container's port, or a proxy, shows everybody at one address
 MAX_RANGES = 500  # turned away at a time, the fullest first; the program has 4,096 instructions at most
 LOOK_S = 0.5
+MOST_SKIPPED = 10  # looks that need not read the kernel's table: that takes milliseconds of a core
 _SO_ATTACH_REUSEPORT_CBPF = 51
 _LOAD_WORD, _LOAD_HALF, _AND, _EQUAL, _RETURN = 0x20, 0x28, 0x54, 0x15, 0x06
 _NETWORK = 0xFFF00000  # offsets from here on count from the IP header
@@ -81,6 +82,13 @@ def overfull(connected: Iterable[Remote], known: frozenset[Remote], shut: frozen
         if share >= (0.75 if where in shut else 1.0):
             full[where] = share
     return frozenset(sorted(full, key=lambda r: (-full[r], r))[:MAX_RANGES])
+
+
+def room(connected: Iterable[Remote]) -> int:
+    """New connections from which on some range may have more than its share; below 1: one may have it now."""
+    count = Counter(range_of(remote[0]) for remote in connected)
+    most = [n - MAX_PENDING_PER_RANGE * (1 if ipaddress.ip_network(w).is_global else LOCAL) for w, n in count.items()]
+    return -max([*most, -MAX_PENDING_PER_RANGE])
 
 
 def program(ranges: Iterable[str], *, v6: bool) -> bytes:
@@ -153,6 +161,8 @@ class Gate:
         self._listening = [a for a in listening if addresses.tcp_port(a)]
         self._sockets: list[socket.socket] = []
         self.shut: frozenset[str] = frozenset()
+        self._enough = MAX_PENDING_PER_RANGE  # open files of p2pd from which on the table must be read
+        self._skipped = 0
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -201,9 +211,12 @@ class Gate:
         return any([_drained(sock) for sock in self._sockets])
 
     async def _look(self) -> None:
-        if not self.shut and self._files() < MAX_PENDING_PER_RANGE:
-            return  # so few connections are over nobody's share
+        files = self._files()
+        if not self.shut and files < self._enough and self._skipped < MOST_SKIPPED:
+            self._skipped += 1
+            return  # since the last look too few have come for any range to have more than its share
         found = self._connected()
+        self._enough, self._skipped = max(MAX_PENDING_PER_RANGE, files + room(found)), 0
         known: frozenset[Remote] = frozenset()
         if overfull(found, known, self.shut):
             peers = await self._client.list_peers()

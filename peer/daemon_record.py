@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
@@ -70,6 +71,7 @@ def _rounded(figure: float) -> float:
     return float(f"{figure:.3g}")
 
 
+@functools.cache
 def _version() -> str:
     try:
         return version("fusion-p2p")

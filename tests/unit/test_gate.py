@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dht.gate import LOCAL, MAX_PENDING_PER_RANGE, MAX_PER_RANGE, MAX_RANGES, overfull, program, remotes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dht.gate import LOCAL, MAX_PENDING_PER_RANGE, MAX_PER_RANGE, MAX_RANGES, overfull, program, remotes, room
 
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
 TABLE = HEAD + "".join(
@@ -50,6 +53,17 @@ def test_a_local_networks_range_has_more() -> None:
     many = crowd("172.17.0", LOCAL * MAX_PENDING_PER_RANGE)
     assert overfull(many[1:], frozenset(), frozenset()) == frozenset()
     assert overfull(many, frozenset(), frozenset()) == {"172.17.0.0/24"}
+
+
+@given(
+    st.dictionaries(st.sampled_from(["1.2.3", "5.6.7", "172.17.0"]), st.integers(0, 200)),
+    st.sampled_from(["1.2.3", "5.6.7", "9.9.9", "172.17.0"]),
+)
+def test_fewer_than_there_is_room_for_need_no_look(there: dict[str, int], prefix: str) -> None:
+    connected = [r for where, count in there.items() for r in crowd(where, count)]
+    left = room(connected)
+    assert (left < 1) == bool(overfull(connected, frozenset(), frozenset()))
+    assert left < 1 or not overfull([*connected, *crowd(prefix, left - 1)], frozenset(), frozenset())
 
 
 def test_the_fullest_ranges_come_first_and_the_program_fits() -> None:

@@ -1,4 +1,9 @@
-"""What each link of a lab delivers, measured with TCP before anything runs on it, both directions of a pair at once."""
+"""What each link of a lab delivers, measured with TCP before anything runs on it.
+
+Both directions of a pair at once, and the acknowledgements of the other one's stream count as delivered: 2% of a link.
+Where one direction is much faster than the other, each by itself: acknowledgements that wait in a full queue for a
+fifth of the rate hold their stream back, which says nothing of the link.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peer.lab.bed import PAYLOAD, Bed, LabLink, LabPeer
+from peer.lab.bed import MTU, PAYLOAD, Bed, LabLink, LabPeer
 from peer.lab.netns import Lab
 
 RAMP_S, MEASURE_S = 4.0, 3.0  # BBR takes seconds to find a slow link's rate
 TOLERANCE = 0.05
 PIECE = 1 << 16
+UNLIKE = 2.0  # times as fast, from which two directions are measured after each other
 LEAST_FRAMES = 500  # a lost packet holds back those behind it: a few are no measurement
-INFO_BYTES, RECEIVED_AT = 136, 128  # tcpi_bytes_received in Linux's struct tcp_info, the end of what is asked for
+# tcpi_bytes_received and tcpi_segs_in in Linux's struct tcp_info, the end of what is asked for.
+INFO_BYTES, RECEIVED_AT, SEGMENTS_AT = 144, 128, 140
+ACK_BYTES = 66  # with its headers: Ethernet, IP, TCP and a timestamp
 WAIT_S = 15.0
 
 
@@ -40,7 +48,7 @@ class Delivered:
 
 
 def measure(lab: Lab, *, seconds: float = MEASURE_S) -> list[Delivered]:
-    """Every link of the bed, those of different pairs of sites after each other, the two directions of one together."""
+    """Every link of the bed."""
     found = []
     for group in _groups(lab.bed):
         flows = [_Flow(lab, *_ends(lab.bed, link), link.bits_per_s, seconds) for link in group]
@@ -48,22 +56,29 @@ def measure(lab: Lab, *, seconds: float = MEASURE_S) -> list[Delivered]:
             flow.thread.start()
         for flow in flows:
             flow.thread.join()  # each of its waits is bounded
+        acks = {(flow.dst.name, flow.src.name): flow.acks_per_s * ACK_BYTES * 8 * PAYLOAD / MTU for flow in flows}
         for link, flow in zip(group, flows, strict=True):
             if flow.error is not None:
                 raise flow.error
-            found.append(Delivered(link=link, src=flow.src.name, dst=flow.dst.name, bits_per_s=flow.bits_per_s))
+            both = flow.bits_per_s + acks.get((flow.src.name, flow.dst.name), 0.0)
+            found.append(Delivered(link=link, src=flow.src.name, dst=flow.dst.name, bits_per_s=both))
     return found
 
 
 def _groups(bed: Bed) -> list[list[LabLink]]:
-    """Slow pairs together, each fast one alone: a busy machine must not count as a slow link."""
+    """What is measured at once: slow pairs together, each fast one alone, since a busy machine must not count as a slow
+    link; of a pair whose directions are unlike the one after the other."""
     pairs: dict[tuple[int, int], list[LabLink]] = {}
     for link in bed.links:
         pairs.setdefault((min(link.src, link.dst), max(link.src, link.dst)), []).append(link)
+    turns: list[list[LabLink]] = []
+    for links in pairs.values():
+        rates = [x.bits_per_s for x in links]
+        turns += [[x] for x in links] if max(rates) > UNLIKE * min(rates) else [links]
     slow, groups, load = list[LabLink](), list[list[LabLink]](), 0.0
-    for links in sorted(pairs.values(), key=lambda p: max(x.bits_per_s for x in p)):
+    for links in sorted(turns, key=lambda p: max(x.bits_per_s for x in p)):
         rate = sum(x.bits_per_s for x in links)
-        if slow and load + rate > 200e6:
+        if slow and (load + rate > 200e6 or any({x.src, x.dst} == {y.src, y.dst} for x in slow for y in links)):
             groups.append(slow)
             slow, load = [], 0.0
         slow, load = slow + links, load + rate
@@ -77,12 +92,12 @@ def _ends(bed: Bed, link: LabLink) -> tuple[LabPeer, LabPeer]:
 
 
 class _Flow:
-    """Sends from one peer to the other as fast as it goes; counts what arrives after the ramp."""
+    """Sends from one peer to the other as fast as it goes; counts what arrives after the ramp, and what comes back."""
 
     def __init__(self, lab: Lab, src: LabPeer, dst: LabPeer, bits_per_s: float, seconds: float) -> None:
         self.src, self.dst = src, dst
         self._seconds = max(seconds, LEAST_FRAMES * 8 * PAYLOAD / bits_per_s)
-        self.bits_per_s = 0.0
+        self.bits_per_s = self.acks_per_s = 0.0
         self.error: OSError | None = None
         with lab.listen(dst.name, dst.address) as server:
             server.settimeout(WAIT_S)
@@ -108,18 +123,21 @@ class _Flow:
     def _receive(self) -> None:
         """Read on; the kernel's own count says what had come at which moment, however late this thread runs."""
         buffer, begin = bytearray(PIECE), time.perf_counter()
-        first: tuple[float, int] | None = None
+        first: tuple[float, int, int] | None = None
         while (now := time.perf_counter()) - begin < RAMP_S + self._seconds:
             self._in.recv_into(buffer)
             if first is None and now - begin >= RAMP_S:
-                first = time.perf_counter(), self._received()
-        last = time.perf_counter(), self._received()
+                first = time.perf_counter(), *self._counts()
+        last = time.perf_counter(), *self._counts()
         if first is not None and last[0] > first[0]:
             self.bits_per_s = 8 * (last[1] - first[1]) / (last[0] - first[0])
+            self.acks_per_s = (last[2] - first[2]) / (last[0] - first[0])
 
-    def _received(self) -> int:
-        info = self._in.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
-        return int.from_bytes(info[RECEIVED_AT : RECEIVED_AT + 8], sys.byteorder)
+    def _counts(self) -> tuple[int, int]:
+        """Bytes that have come, and acknowledgements that have come back."""
+        there, back = (end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES) for end in (self._in, self._out))
+        received = int.from_bytes(there[RECEIVED_AT : RECEIVED_AT + 8], sys.byteorder)
+        return received, int.from_bytes(back[SEGMENTS_AT : SEGMENTS_AT + 4], sys.byteorder)
 
     def _send(self) -> None:
         piece = bytes(PIECE)

@@ -42,6 +42,7 @@ RESULTS = Path(__file__).parent / "results"
 OVER_RIVAL = {"N1": 9.4, "N2": 7.0, "N3": 1.3, "N4": 6.0}
 ALONE, OVER_PUBLISHED, CEILING, PREDICTED = 2.0, 1.5, 0.75, 0.15
 GOODPUT, LOOPBACK, CPU_CORES = 0.95, 0.2, 0.15
+LOOPBACK_RUNS = 3  # raw TCP and ours in turn: on a shared machine either differs by half from minute to minute
 PLANE = "data-plane"
 RIVALS_S = 8 * 60.0  # of --headline, for N1 beside N3: an order takes two to four minutes a step
 HEADLINE_S = 18.5 * 60.0  # after this nothing new begins
@@ -108,14 +109,18 @@ def data_plane(rates: tuple[float, ...], seconds: float, *, together: bool, loop
                 yield at_most("CPU of both ends and their p2pd at 100 Mbps", ours.cores, CPU_CORES, " cores")
                 yield Row("the same of raw asyncio TCP", f"{raw.cores:.3g} cores", "", None)
     if loopback:
-        raw, ours = both(lambda kind: stream(kind, seconds))
-        if isinstance(ours, str):
-            yield Row("edge stream on loopback", ours, f">= {LOOPBACK}", False)
+        runs = [both(lambda kind: stream(kind, seconds)) for _ in range(LOOPBACK_RUNS)]
+        failed = [ours for _, ours in runs if isinstance(ours, str)]
+        if failed:
+            yield Row("edge stream on loopback", failed[0], f">= {LOOPBACK}", False)
         else:
-            figures = f"{ours.bits_per_s / 1e9:.2f} of {raw.bits_per_s / 1e9:.2f} Gbps"
-            value = ours.bits_per_s / raw.bits_per_s
-            ns = ours.cores / ours.bits_per_s * 8e9
-            case = "goodput over raw TCP, unshaped loopback; CPU of both ends and their p2pd"
+            by_ratio = sorted(
+                ((o.bits_per_s / r.bits_per_s, r, o) for r, o in runs if not isinstance(o, str)), key=lambda x: x[0]
+            )
+            value, raw, mid = by_ratio[len(by_ratio) // 2]
+            figures = f"{mid.bits_per_s / 1e9:.2f} of {raw.bits_per_s / 1e9:.2f} Gbps"
+            ns = mid.cores / mid.bits_per_s * 8e9
+            case = f"goodput over raw TCP, unshaped loopback, median of {len(runs)}; CPU of both ends and their p2pd"
             yield Row(case, f"{value:.3g} ({figures}; {ns:.2g} ns a byte)", f">= {LOOPBACK}", value >= LOOPBACK)
 
 

@@ -16,6 +16,7 @@ import pytest
 from fusion_p2p.errors import InputError
 from fusion_p2p.planner import load_testbed
 from peer.lab import bed as b
+from peer.lab import measure
 from peer.lab.netns import is_orphan, prefix
 from peer.lab.quota import DutyCycle, pinned
 
@@ -114,6 +115,20 @@ def test_another_rate_changes_the_queue_that_carries_the_link() -> None:
         assert ceils == pytest.approx([1e6 * b.MTU / b.PAYLOAD] * 3, rel=1e-5)
     with pytest.raises(InputError, match="a lab carries"):
         b.rate_commands(bed, "x-", bed.links[0], 1.0)
+
+
+@pytest.mark.parametrize("name", ["N1", "N2", "N4"])
+def test_every_link_is_measured_once_and_unlike_directions_in_turn(name: str) -> None:
+    bed = b.load_bed(FILE, name)
+    groups = measure._groups(bed)
+    assert sorted((x.src, x.dst) for g in groups for x in g) == sorted((x.src, x.dst) for x in bed.links)
+    rate = {(x.src, x.dst): x.bits_per_s for x in bed.links}
+    for group in groups:
+        ends = {(x.src, x.dst) for x in group}
+        for src, dst in ends:
+            if src != dst:
+                fast, slow = sorted((rate[src, dst], rate[dst, src]), reverse=True)
+                assert ((dst, src) in ends) == (fast <= measure.UNLIKE * slow)
 
 
 def test_what_one_queue_cannot_carry_is_refused_by_name() -> None:

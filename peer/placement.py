@@ -37,7 +37,7 @@ from peer.plan_codecs import (
 )
 from peer.plan_durability import interval, keepers
 from peer.plan_hosts import OPFENCE, device_of, propose, propose_by
-from peer.plan_rates import corrections, within
+from peer.plan_rates import corrected, corrections, within
 from peer.stage_load import Load, mib, stage_bytes
 
 if TYPE_CHECKING:
@@ -289,7 +289,8 @@ def revise(
 
     There is no other where none would be `WORTH` it, or every device is within `WRONG` of what was promised and none
     has told its own operators' times. A device that had no trial step is taken to be off by as much as the median of
-    those that had.
+    those that had; so is one within `WRONG` of that median, whose stage's pieces are then taken to be what differs,
+    wherever they go.
     """
     now = proposal_of(plan, atoms, offers, request, alone=True)
     placed = {p.stage: (p.peer, p.device) for p in plan.placement}
@@ -297,8 +298,7 @@ def revise(
     if not ratio:
         return Revised(plan, None, list(offers))
     wrong = any(not within(r, 1.0, WRONG) for r in ratio.values()) or any(o.shape is not None for o in offers)
-    usual = statistics.median(ratio.values())  # what a model's operators cost beyond what rates promise, all alike
-    offers = [replace(o, correction=o.correction * ratio.get((o.peer, o.device), usual)) for o in offers]
+    offers = corrected(plan, len(atoms), offers, request.shape, ratio, WRONG)
     other = make_plan(atoms, offers, replace(request, number=plan.number + 1))
     now = proposal_of(plan, atoms, offers, request)
     then_s = other.prediction.step_time_s if other.prediction is not None else 0.0

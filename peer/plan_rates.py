@@ -11,7 +11,10 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from fusion_p2p.planner import Link
+import numpy as np
+
+from fusion_p2p.plan import Plan
+from fusion_p2p.planner import AtomTimes, Link
 from fusion_p2p.workload import Atom
 from peer.offers import DeviceOffer, SwarmLinks
 
@@ -138,6 +141,44 @@ def corrections(
             seen[key] = seen.get(key, 0.0) + measured_s[stage]
             promised[key] = promised.get(key, 0.0) + prior_s[stage]
     return {key: seen[key] / promised[key] for key in seen}
+
+
+def corrected(
+    plan: Plan,
+    atoms: int,
+    offers: Sequence[DeviceOffer],
+    shape: AtomTimes | None,
+    ratio: Mapping[Key, float],
+    band: float,
+) -> list[DeviceOffer]:
+    """The offers as the trial steps of `plan` show them. `ratio`: a device's measured over its promised seconds;
+    `shape`: of the trainer's CPU, for devices of its kind that have told none.
+
+    A device within `band` of the median is off by the median, which is what a model's operators cost beyond what rates
+    promise; what its stage takes beyond that is its pieces' own and goes where they go. Another is off by its own
+    ratio. Either way every stage of `plan` then promises what was measured.
+    """
+
+    def shape_of(o: DeviceOffer) -> AtomTimes | None:
+        return o.shape if o.shape is not None or o.device_class != "cpu" else shape
+
+    usual = statistics.median(ratio.values())
+    shaped = {(o.peer, o.device) for o in offers if shape_of(o) is not None}
+    alike = {key for key, r in ratio.items() if key in shaped and within(r, usual, band)}
+    pieces, bounds = np.ones(atoms), (0, *plan.numerics.cuts, atoms)
+    for p in plan.placement:
+        if (p.peer, p.device) in alike:
+            pieces[bounds[p.stage] : bounds[p.stage + 1]] = ratio[p.peer, p.device] / usual
+    out = []
+    for o in offers:
+        key, known = (o.peer, o.device), shape_of(o)
+        factor = usual if key in alike else ratio.get(key, usual)
+        if known is not None:
+            told = AtomTimes(forward_s=known.forward_s * pieces, backward_s=known.backward_s * pieces)
+            before_s, after_s = (float(t.forward_s.sum() + t.backward_s.sum()) for t in (known, told))
+            o, factor = replace(o, shape=told), factor * after_s / before_s
+        out.append(replace(o, correction=o.correction * factor))
+    return out
 
 
 def names(offers: Sequence[DeviceOffer]) -> frozenset[Key]:

@@ -434,6 +434,27 @@ def test_the_rules_that_ours_is_measured_against_use_every_device_and_are_functi
             make_plan(costs, hosts, PlanRequest(base=BASE, planner=unknown))
 
 
+@pytest.mark.parametrize("slow", [1.0, 4.0])
+def test_what_a_stage_takes_beyond_the_others_goes_with_its_pieces_unless_it_is_far_off(slow: float) -> None:
+    """Three alike devices, of which one may be slower than its record says; the model's first third is heavier."""
+    chain = atoms(*[1e9] * 9)
+    shape = AtomTimes(forward_s=np.full(9, 1.0), backward_s=np.full(9, 2.0))
+    devices = [replace(o, shape=shape) for o in offers(1e9, 1e9, 1e9)]
+    request = PlanRequest(base=msgspec.structs.replace(BASE, cuts=(3, 6)), pinned=True)
+    plan = make_plan(chain, devices, request)
+    measured = {0: 2 * 3.9, 1: 2 * 3.0, 2: 2 * 3.0 * slow}
+    found = revise(plan, chain, devices, request, measured).offers
+    now = proposal_of(plan, chain, found, request, alone=True)
+    assert now.score.stage_s == pytest.approx(tuple(measured.values()))
+    by_peer = {o.peer: o.correction for o in found}
+    first, second, third = (by_peer[p.peer] for p in plan.placement)
+    assert first == pytest.approx(second)
+    assert third / second == pytest.approx(1.0 if slow == 1.0 else 8.0 / 2.6), "its own pieces count as the median's"
+    plain = [replace(o, shape=None) for o in devices]  # nothing is known of its pieces: the device it is
+    by_device = {o.peer: o.correction for o in revise(plan, chain, plain, request, measured).offers}
+    assert [by_device[p.peer] for p in plan.placement] == pytest.approx([2.6, 2.0, 2.0 * slow])
+
+
 def test_codecs_take_as_much_longer_as_the_model_does_on_the_devices() -> None:
     """Timed on the trainer's CPU, where the model takes 6 s; on the devices it takes 60 s, as their trial steps say."""
     chain = atoms(3e9, 3e9, cut=4_000_000)

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -27,6 +28,9 @@ settings.load_profile("fusion")
 
 # On models this small a second thread only spins, and eight times as long. Set before anything imports torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background: children inherit
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MARK = "FUSION_TEST_SESSION"
 ROOMS = ("dht", "fusion_p2p", "peer")

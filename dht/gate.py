@@ -77,8 +77,7 @@ def overfull(connected: Iterable[Remote], known: frozenset[Remote], shut: frozen
         pending[where] += remote not in known
     full = {}
     for where, count in total.items():
-        scale = 1 if ipaddress.ip_network(where).is_global else LOCAL
-        share = max(count / MAX_PER_RANGE, pending[where] / MAX_PENDING_PER_RANGE) / scale
+        share = max(count / MAX_PER_RANGE, pending[where] / MAX_PENDING_PER_RANGE) / _scale(where)
         if share >= (0.75 if where in shut else 1.0):
             full[where] = share
     return frozenset(sorted(full, key=lambda r: (-full[r], r))[:MAX_RANGES])
@@ -87,8 +86,13 @@ def overfull(connected: Iterable[Remote], known: frozenset[Remote], shut: frozen
 def room(connected: Iterable[Remote]) -> int:
     """New connections from which on some range may have more than its share; below 1: one may have it now."""
     count = Counter(range_of(remote[0]) for remote in connected)
-    most = [n - MAX_PENDING_PER_RANGE * (1 if ipaddress.ip_network(w).is_global else LOCAL) for w, n in count.items()]
-    return -max([*most, -MAX_PENDING_PER_RANGE])
+    left = (MAX_PENDING_PER_RANGE * _scale(where) - n for where, n in count.items())
+    return min([MAX_PENDING_PER_RANGE, *left])  # the first: of a range that nobody is connected from
+
+
+def _scale(where: str) -> int:
+    """How many times a range's share it has."""
+    return 1 if ipaddress.ip_network(where).is_global else LOCAL
 
 
 def program(ranges: Iterable[str], *, v6: bool) -> bytes:

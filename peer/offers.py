@@ -22,7 +22,7 @@ class DeviceOffer:
     `disk_bytes`: its part of the peer's disk, for outboxes and others' sets. `machine`: peers of one non-empty label
     share a machine, so that no network lies between them. `correction`: measured over predicted stage seconds.
     `confirmed`: a stage's trial step was timed on it. `shape`: of the run's atoms, as the device timed its operators
-    itself; it says how its time divides, not how fast it is.
+    itself or trial steps showed; it says how its time divides, not how fast it is.
     """
 
     peer: str

@@ -12,7 +12,7 @@ from fusion_p2p.ir import OpDag
 from fusion_p2p.opset import dtype_of
 from fusion_p2p.plan import LinkCodec
 from fusion_p2p.planner import DENSE, Constraints, Ladder, Proposal, Rung, default_ladder
-from fusion_p2p.planner.ladder import carrying
+from fusion_p2p.planner.ladder import carried, carrying
 from fusion_p2p.planner.opfence import Best, Searched
 from fusion_p2p.planner.proposal import finish
 from fusion_p2p.split import split
@@ -73,16 +73,7 @@ def choices(
     ]
     work, bounds = p.costs.work_s, p.chain.bounds(p.workload.atoms)
     seconds = [float(work[h, b] - work[h, a]) for h, (a, b) in zip(hosts, pairwise(bounds), strict=True)]
-    return choose(compression, loads, seconds, carried(ladder_of(compression, measured), carry_s_per_byte))
-
-
-def carried(ladder: Ladder, s_per_byte: float) -> Ladder:
-    """The ladder with what frames cost the processors that carry them."""
-
-    def each(rungs: tuple[Rung, ...]) -> tuple[Rung, ...]:
-        return tuple(carrying(r, s_per_byte, FRAME_BYTES) for r in rungs)
-
-    return replace(ladder, rungs=each(ladder.rungs), dearer=each(ladder.dearer))
+    return choose(compression, loads, seconds, carried(ladder_of(compression, measured), carry_s_per_byte, FRAME_BYTES))
 
 
 def link_codecs(chosen: Sequence[Choice]) -> tuple[LinkCodec, ...]:
@@ -120,4 +111,5 @@ def ladder_for(
 ) -> Ladder:
     """What hosts are chosen under: `compression`'s ladder, or the one codec that the numerics fix for all links."""
     names = {c.codec for c in given}
-    return carried(ladder_of(names.pop() if len(names) == 1 else compression, measured), carry_s_per_byte)
+    ladder = ladder_of(names.pop() if len(names) == 1 else compression, measured)
+    return carried(ladder, carry_s_per_byte, FRAME_BYTES)

@@ -6,6 +6,7 @@ FusionLLM section 5 (AdaTopK) with DESIGN section 6: a hop is compressed only as
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fusion_p2p.errors import InputError
@@ -77,21 +78,22 @@ def within(ladder: Ladder, most_loss: float) -> Ladder:
 
 def slowed(ladder: Ladder, factor: float) -> Ladder:
     """The ladder on devices that take `factor` times as long."""
-
-    def slower(rungs: tuple[Rung, ...]) -> tuple[Rung, ...]:
-        return tuple(
-            replace(
-                r,
-                encode_s_per_element=r.encode_s_per_element * factor,
-                decode_s_per_element=r.decode_s_per_element * factor,
-            )
-            for r in rungs
-        )
-
-    return replace(ladder, rungs=slower(ladder.rungs), dearer=slower(ladder.dearer))
+    return _each(
+        ladder,
+        lambda r: replace(
+            r,
+            encode_s_per_element=r.encode_s_per_element * factor,
+            decode_s_per_element=r.decode_s_per_element * factor,
+        ),
+    )
 
 
-def carrying(rung: Rung, s_per_byte: float, bytes_per_element: float = 4.0) -> Rung:
+def carried(ladder: Ladder, s_per_byte: float, bytes_per_element: float) -> Ladder:
+    """The ladder with what frames' bytes cost the processors that carry them, as in `carrying`."""
+    return _each(ladder, lambda r: carrying(r, s_per_byte, bytes_per_element))
+
+
+def carrying(rung: Rung, s_per_byte: float, bytes_per_element: float) -> Rung:
     """The rung where a frame's bytes keep the stage's own processor busy too, `s_per_byte` at either end: dense frames
     of `bytes_per_element` the most."""
     each = rung.byte_share * bytes_per_element * s_per_byte
@@ -100,6 +102,10 @@ def carrying(rung: Rung, s_per_byte: float, bytes_per_element: float = 4.0) -> R
         encode_s_per_element=rung.encode_s_per_element + each,
         decode_s_per_element=rung.decode_s_per_element + each,
     )
+
+
+def _each(ladder: Ladder, change: Callable[[Rung], Rung]) -> Ladder:
+    return replace(ladder, rungs=tuple(map(change, ladder.rungs)), dearer=tuple(map(change, ladder.dearer)))
 
 
 def beyond(ladder: Ladder, dense_s: float, limit_s: float) -> str:

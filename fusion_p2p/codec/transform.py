@@ -89,9 +89,8 @@ class Transform(Codec):
     def _encode_forward(self, x: torch.Tensor, key: FrameKey) -> tuple[wire.Body, Aux]:
         rows, mean = channels.remove_mean(channels.to_rows(x))
         gradient = self._axes["backward"]
-        axes, sent = self._refreshed("forward", rows, key, gradient)
-        assert axes.analysis is not None
-        y = axes.analysis.T.to(x.device) @ rows.T
+        analysis, sent = self._refreshed("forward", rows, key, gradient)
+        y = analysis.T.to(x.device) @ rows.T
         spread = (torch.linalg.vecdot(y, y) / y.shape[1]).sqrt().cpu().numpy().astype(np.float64)
         step = float(np.float32(max(rates.one_step(spread, self.bits["forward"]), float(spread.max()) / _FINEST)))
         q = (y / step).round_().clamp_(-symbols.LIMIT, symbols.LIMIT).to(torch.int16)
@@ -119,9 +118,8 @@ class Transform(Codec):
 
     def _encode_backward(self, g: torch.Tensor, aux: Aux, key: FrameKey) -> wire.Body:
         rows = channels.to_rows(g)
-        axes, sent = self._refreshed("backward", rows, key, None)
-        assert axes.analysis is not None
-        y = axes.analysis.T.to(g.device) @ rows.T
+        analysis, sent = self._refreshed("backward", rows, key, None)
+        y = analysis.T.to(g.device) @ rows.T
         scales, parts = [], []
         for c in rotation.rotate(y.reshape(-1), key, 1):
             norm2 = torch.linalg.vecdot(c, c)
@@ -152,9 +150,10 @@ class Transform(Codec):
 
     def _refreshed(
         self, direction: Direction, rows: torch.Tensor, key: FrameKey, gradient: Axes | None
-    ) -> tuple[Axes, list[wire.Buffer]]:
-        """The axes to use, and the bytes that tell the other end of them."""
+    ) -> tuple[torch.Tensor, list[wire.Buffer]]:
+        """The analysis to use, and the bytes that tell the other end of its axes."""
         axes = self._axes[direction]
+        sent: list[wire.Buffer]
         due = key.micro_batch == 0 and key.training
         due = due and (key.step % REFRESH == 0 or (axes is not None and gradient is not None and not axes.weighted))
         if axes is None or due:
@@ -162,8 +161,12 @@ class Transform(Codec):
             if key.training:
                 self._axes[direction] = axes
             body = [wire.tensor_bytes(axes.synthesis.to(torch.bfloat16)), wire.tensor_bytes(axes.power)]
-            return axes, [b"\x01", axes.digest, *body]
-        return axes, [b"\x00", axes.digest]
+            sent = [b"\x01", axes.digest, *body]
+        else:
+            sent = [b"\x00", axes.digest]
+        if axes.analysis is None:
+            raise FrameError(f"snapshot of codec {self.name} holds {direction} axes without their analysis")
+        return axes.analysis, sent
 
     def _read_axes(self, direction: Direction, reader: wire.Reader, width: int, key: FrameKey) -> Axes:
         fresh, digest = reader.u8(), bytes(reader.take(_HASH))

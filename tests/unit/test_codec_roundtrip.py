@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -141,3 +142,19 @@ def test_foreign_state_is_refused() -> None:
         parse("rotated:4/2").load_state_dict({"basis": torch.zeros(2, 2)})
     with pytest.raises(FrameError, match="one bfloat16 matrix"):
         parse("subspace:8/4").load_state_dict({"other": torch.zeros(2, 2)})
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_axes_that_cannot_encode_are_refused_by_name(direction: str) -> None:
+    """A decoder's state holds no analysis; as an encoder's it is foreign."""
+    x, sender, receiver = torch.randn(64, 32), parse("transform:2/1"), parse("transform:2/1")
+    payload, _ = sender.encode_forward(x, KEY)
+    _, got = receiver.decode_forward(payload, (64, 32), torch.float32, KEY)
+    receiver.encode_backward(x, got, KEY)
+    state = (sender if direction == "forward" else receiver).state_dict()
+    del state[f"{direction}.analysis"]
+    other = parse("transform:2/1")
+    other.load_state_dict(state)
+    later = msgspec.structs.replace(KEY, step=KEY.step + 1, micro_batch=1)
+    with pytest.raises(FrameError, match=f"{direction} axes without their analysis"):
+        other.encode_forward(x, later) if direction == "forward" else other.encode_backward(x, None, later)
